@@ -1,0 +1,213 @@
+//! GETATTR, SETATTR, STATX, STATFS, ACCESS.
+
+use std::os::fd::BorrowedFd;
+
+use rustix::fs::{
+    AtFlags, CWD, Gid, Mode, Statx, StatxFlags, Timespec, Timestamps, UTIME_NOW, UTIME_OMIT, Uid, chmodat, chownat,
+    fstatfs, ftruncate, makedev, statx, utimensat,
+};
+use rustix::io::Errno;
+
+use super::PassthroughFs;
+use super::inode::{FdPath, stat};
+use super::{cred, sys};
+use crate::fuse::abi::*;
+use crate::fuse::ops::{Attrs, Result};
+
+impl PassthroughFs {
+    /// Attributes as the guest sees them.
+    pub(super) fn attr(&self, st: &Statx) -> Attr {
+        Attr {
+            ino: st.stx_ino,
+            size: st.stx_size,
+            blocks: st.stx_blocks,
+            atime: st.stx_atime.tv_sec as u64,
+            mtime: st.stx_mtime.tv_sec as u64,
+            ctime: st.stx_ctime.tv_sec as u64,
+            atimensec: st.stx_atime.tv_nsec,
+            mtimensec: st.stx_mtime.tv_nsec,
+            ctimensec: st.stx_ctime.tv_nsec,
+            mode: st.stx_mode.into(),
+            nlink: st.stx_nlink,
+            uid: self.config.uid_map.to_guest(st.stx_uid),
+            gid: self.config.gid_map.to_guest(st.stx_gid),
+            rdev: encode_rdev(st.stx_rdev_major, st.stx_rdev_minor),
+            blksize: st.stx_blksize,
+            flags: 0,
+        }
+    }
+
+    fn attr_out(&self, st: &Statx) -> AttrOut {
+        AttrOut {
+            attr_valid: self.timeout.as_secs(),
+            attr_valid_nsec: self.timeout.subsec_nanos(),
+            dummy: 0,
+            attr: self.attr(st),
+        }
+    }
+
+    /// Runs `f` with the handle's descriptor, or else an O_PATH one of the inode.
+    fn with_either<R>(&self, node: u64, fh: Option<u64>, f: impl FnOnce(BorrowedFd) -> Result<R>) -> Result<R> {
+        match fh {
+            Some(fh) => f(self.handles.get(node, fh)?.fd()),
+            None => self.inodes.get(node)?.with_fd(&self.places, f),
+        }
+    }
+
+    fn change(&self, fd: BorrowedFd, a: &SetattrIn, valid: SetattrValid, node: u64) -> Result<()> {
+        // Before the mode: a change of owner clears set-id bits on the host too.
+        if valid.intersects(SetattrValid::UID | SetattrValid::GID) {
+            let uid = valid.contains(SetattrValid::UID).then(|| self.host_uid(a.uid)).transpose()?;
+            let gid = valid.contains(SetattrValid::GID).then(|| self.host_gid(a.gid)).transpose()?;
+            chownat(fd, c"", uid.map(Uid::from_raw), gid.map(Gid::from_raw), AtFlags::EMPTY_PATH)?;
+            self.drop_capability(fd);
+        }
+        if valid.contains(SetattrValid::MODE) {
+            cred::keep_setid(true);
+            chmodat(CWD, FdPath::new(fd).as_cstr(), Mode::from_raw_mode(a.mode & 0o7777), AtFlags::empty())?;
+        }
+        if valid.contains(SetattrValid::SIZE) {
+            let kill = self.has(InitFlags::HANDLE_KILLPRIV_V2) && valid.contains(SetattrValid::KILL_SUIDGID);
+            cred::keep_setid(!kill);
+            match valid.contains(SetattrValid::FH) {
+                true => ftruncate(self.handles.get(node, a.fh)?.fd(), a.size)?,
+                false => sys::truncate(FdPath::new(fd).as_cstr(), a.size)?,
+            }
+            self.drop_capability(fd);
+        }
+        if valid.intersects(SetattrValid::ATIME | SetattrValid::MTIME) {
+            let time = |set, now, sec: u64, nsec: u32| match (valid.contains(set), valid.contains(now)) {
+                (false, _) => Timespec { tv_sec: 0, tv_nsec: UTIME_OMIT },
+                (_, true) => Timespec { tv_sec: 0, tv_nsec: UTIME_NOW },
+                // One of the special values would not be the time that it stands for.
+                _ => Timespec { tv_sec: sec as i64, tv_nsec: i64::from(nsec.min(999_999_999)) },
+            };
+            let times = Timestamps {
+                last_access: time(SetattrValid::ATIME, SetattrValid::ATIME_NOW, a.atime, a.atimensec),
+                last_modification: time(SetattrValid::MTIME, SetattrValid::MTIME_NOW, a.mtime, a.mtimensec),
+            };
+            utimensat(fd, c"", &times, AtFlags::EMPTY_PATH)?;
+        }
+        Ok(())
+    }
+}
+
+impl Attrs for PassthroughFs {
+    fn getattr(&self, node: u64, fh: Option<u64>) -> Result<AttrOut> {
+        self.with_either(node, fh, |fd| Ok(self.attr_out(&stat(fd, c"")?)))
+    }
+
+    fn setattr(&self, node: u64, attr: &SetattrIn) -> Result<AttrOut> {
+        self.writable()?;
+        let valid = SetattrValid::from_bits_truncate(attr.valid);
+        self.inodes.get(node)?.with_fd(&self.places, |fd| {
+            self.change(fd, attr, valid, node)?;
+            Ok(self.attr_out(&stat(fd, c"")?))
+        })
+    }
+
+    fn statx(&self, node: u64, fh: Option<u64>, flags: u32, mask: u32) -> Result<StatxOut> {
+        let sync = AtFlags::STATX_FORCE_SYNC | AtFlags::STATX_DONT_SYNC;
+        let flags = AtFlags::from_bits_truncate(flags) & sync | AtFlags::EMPTY_PATH;
+        let mask = StatxFlags::from_bits_truncate(mask) & (StatxFlags::BASIC_STATS | StatxFlags::BTIME);
+        let st = self.with_either(node, fh, |fd| statx(fd, c"", flags, mask | StatxFlags::BASIC_STATS))?;
+        Ok(StatxOut {
+            attr_valid: self.timeout.as_secs(),
+            attr_valid_nsec: self.timeout.subsec_nanos(),
+            flags: 0,
+            spare: [0; 2],
+            stat: self.fuse_statx(&st),
+        })
+    }
+
+    fn statfs(&self, node: u64) -> Result<StatfsOut> {
+        let st = self.inodes.get(node)?.with_fd(&self.places, |fd| fstatfs(fd))?;
+        Ok(StatfsOut {
+            blocks: st.f_blocks,
+            bfree: st.f_bfree,
+            bavail: st.f_bavail,
+            files: st.f_files,
+            ffree: st.f_ffree,
+            bsize: st.f_bsize as u32,
+            namelen: st.f_namelen as u32,
+            frsize: st.f_frsize as u32,
+            ..Default::default()
+        })
+    }
+
+    /// The guest's kernel checks permissions by itself (default_permissions); this serves whoever asks all the same.
+    fn access(&self, node: u64, uid: u32, gid: u32, mask: u32) -> Result<()> {
+        let st = self.inodes.get(node)?.with_fd(&self.places, |fd| stat(fd, c""))?;
+        let attr = self.attr(&st);
+        let want = mask & 0o7;
+        let allowed = match uid {
+            0 if want & 0o1 == 0 || attr.mode & 0o111 != 0 || attr.mode & libc::S_IFMT == libc::S_IFDIR => 0o7,
+            0 => 0o6,
+            _ if uid == attr.uid => attr.mode >> 6,
+            _ if gid == attr.gid => attr.mode >> 3,
+            _ => attr.mode,
+        };
+        if want & 0o2 != 0 {
+            self.writable()?;
+        }
+        if want & !allowed == 0 { Ok(()) } else { Err(Errno::ACCESS) }
+    }
+}
+
+impl PassthroughFs {
+    fn fuse_statx(&self, st: &Statx) -> FuseStatx {
+        let time = |t: &rustix::fs::StatxTimestamp| SxTime { tv_sec: t.tv_sec, tv_nsec: t.tv_nsec, reserved: 0 };
+        FuseStatx {
+            mask: st.stx_mask & (StatxFlags::BASIC_STATS | StatxFlags::BTIME).bits(),
+            blksize: st.stx_blksize,
+            attributes: st.stx_attributes.bits(),
+            nlink: st.stx_nlink,
+            uid: self.config.uid_map.to_guest(st.stx_uid),
+            gid: self.config.gid_map.to_guest(st.stx_gid),
+            mode: st.stx_mode,
+            ino: st.stx_ino,
+            size: st.stx_size,
+            blocks: st.stx_blocks,
+            attributes_mask: st.stx_attributes_mask.bits(),
+            atime: time(&st.stx_atime),
+            btime: time(&st.stx_btime),
+            ctime: time(&st.stx_ctime),
+            mtime: time(&st.stx_mtime),
+            rdev_major: st.stx_rdev_major,
+            rdev_minor: st.stx_rdev_minor,
+            dev_major: st.stx_dev_major,
+            dev_minor: st.stx_dev_minor,
+            ..Default::default()
+        }
+    }
+
+    pub(super) fn host_uid(&self, uid: u32) -> Result<u32> {
+        self.config.uid_map.to_host(uid).map_err(|_| Errno::PERM)
+    }
+
+    pub(super) fn host_gid(&self, gid: u32) -> Result<u32> {
+        self.config.gid_map.to_host(gid).map_err(|_| Errno::PERM)
+    }
+}
+
+/// A device number as the kernel passes it in 32 bits (new_encode_dev of include/linux/kdev_t.h).
+fn encode_rdev(major: u32, minor: u32) -> u32 {
+    minor & 0xff | major << 8 & 0xfff00 | minor << 12 & 0xfff0_0000
+}
+
+/// The device number of [`encode_rdev`]'s 32 bits.
+pub(super) fn decode_rdev(rdev: u32) -> u64 {
+    makedev(rdev >> 8 & 0xfff, rdev & 0xff | rdev >> 12 & 0xfff00)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn device_numbers() {
+        for (major, minor) in [(0, 0), (8, 1), (259, 0), (4095, 0xfffff)] {
+            assert_eq!(decode_rdev(encode_rdev(major, minor)), makedev(major, minor));
+        }
+    }
+}

@@ -1,0 +1,137 @@
+//! Listing directories.
+
+use std::ffi::CStr;
+use std::os::fd::BorrowedFd;
+
+use parking_lot::Mutex;
+use rustix::fs::{OFlags, SeekFrom, fdatasync, fsync, seek};
+use rustix::io::Errno;
+use zerocopy::FromBytes;
+
+use super::handle::{DirState, Handle};
+use super::{CachePolicy, PassthroughFs, sys};
+use crate::fuse::abi::*;
+use crate::fuse::ops::{DirSink, Dirs, Result};
+
+/// Bytes that one getdents64(2) asks for. As glibc's readdir(3) does; a 100,000-entry directory takes 100 calls.
+const BATCH: usize = 32 << 10;
+
+/// linux_dirent64 of include/linux/dirent.h, without the name.
+#[derive(zerocopy::FromBytes)]
+#[repr(C, packed)]
+struct LinuxDirent {
+    ino: u64,
+    off: u64,
+    reclen: u16,
+    kind: u8,
+}
+
+const NAME_OFFSET: usize = size_of::<LinuxDirent>();
+
+impl DirState {
+    /// The entry at the position, and where the next one starts. None: read more.
+    fn peek(&self) -> Result<Option<(Dirent, &CStr, usize)>> {
+        let Some(rest) = self.entries.get(self.at..).filter(|rest| !rest.is_empty()) else { return Ok(None) };
+        let (head, tail) = LinuxDirent::read_from_prefix(rest).map_err(|_| Errno::IO)?;
+        let name = CStr::from_bytes_until_nul(tail).map_err(|_| Errno::IO)?;
+        let (namelen, kind) = (name.count_bytes() as u32, head.kind.into());
+        let next = self.at + usize::from(head.reclen).max(NAME_OFFSET);
+        Ok(Some((Dirent { ino: head.ino, off: head.off, namelen, kind }, name, next)))
+    }
+
+    fn seek(&mut self, fd: BorrowedFd, offset: u64) -> Result<()> {
+        if offset != self.offset {
+            self.entries.clear();
+            self.at = 0;
+            seek(fd, SeekFrom::Start(offset))?;
+            self.offset = offset;
+        }
+        Ok(())
+    }
+
+    fn read_more(&mut self, fd: BorrowedFd) -> Result<bool> {
+        self.at = 0;
+        self.entries.reserve(BATCH);
+        sys::getdents(fd, &mut self.entries)?;
+        Ok(!self.entries.is_empty())
+    }
+}
+
+impl PassthroughFs {
+    /// Calls `each` for the entries from `offset` on until it has no room or there are no more.
+    fn list(
+        &self,
+        node: u64,
+        fh: u64,
+        offset: u64,
+        mut each: impl FnMut(BorrowedFd, Dirent, &CStr) -> Result<bool>,
+    ) -> Result<()> {
+        let handle = self.handles.get(node, fh)?;
+        let mut dir = handle.dir.as_ref().ok_or(Errno::NOTDIR)?.lock();
+        dir.seek(handle.fd(), offset)?;
+        loop {
+            let Some((dirent, name, next)) = dir.peek()? else {
+                if dir.read_more(handle.fd())? {
+                    continue;
+                }
+                return Ok(());
+            };
+            if !each(handle.fd(), dirent, name)? {
+                return Ok(());
+            }
+            (dir.at, dir.offset) = (next, dirent.off);
+        }
+    }
+}
+
+impl Dirs for PassthroughFs {
+    fn opendir(&self, node: u64, _flags: u32) -> Result<OpenOut> {
+        let inode = self.inodes.get(node)?;
+        if inode.format() != libc::S_IFDIR {
+            return Err(Errno::NOTDIR);
+        }
+        let file = inode.open(&self.places, OFlags::RDONLY | OFlags::DIRECTORY)?;
+        let open_flags = match self.config.cache {
+            CachePolicy::Auto | CachePolicy::Never => OpenFlags::empty(),
+            CachePolicy::Always | CachePolicy::Metadata => OpenFlags::KEEP_CACHE | OpenFlags::CACHE_DIR,
+        };
+        let dir = Some(Box::new(Mutex::new(DirState::default())));
+        let fh = self.handles.insert(Handle { file, node, dir })?;
+        Ok(OpenOut { fh, open_flags: open_flags.bits(), backing_id: 0 })
+    }
+
+    fn readdir(&self, node: u64, fh: u64, offset: u64, sink: &mut dyn DirSink) -> Result<()> {
+        self.list(node, fh, offset, |_, dirent, name| {
+            let fits = sink.fits(name.count_bytes());
+            if fits {
+                sink.push(dirent, name.to_bytes(), None);
+            }
+            Ok(fits)
+        })
+    }
+
+    fn readdirplus(&self, node: u64, fh: u64, offset: u64, sink: &mut dyn DirSink) -> Result<()> {
+        let parent = self.inodes.get(node)?;
+        self.list(node, fh, offset, |dir, dirent, name| {
+            if !sink.fits(name.count_bytes()) {
+                return Ok(false);
+            }
+            // An entry of nodeid 0 is a name alone: for "." and "..", and for what is gone since.
+            let entry = match name.to_bytes() {
+                b"." | b".." => EntryOut::default(),
+                _ => self.enter(&parent, dir, name, true).unwrap_or_default(),
+            };
+            sink.push(dirent, name.to_bytes(), Some(&entry));
+            Ok(true)
+        })
+    }
+
+    fn releasedir(&self, node: u64, fh: u64) -> Result<()> {
+        self.handles.remove(node, fh).map(drop)
+    }
+
+    fn fsyncdir(&self, node: u64, fh: u64, datasync: bool) -> Result<()> {
+        let handle = self.handles.get(node, fh)?;
+        if datasync { fdatasync(handle.fd()) } else { fsync(handle.fd()) }
+    }
+}

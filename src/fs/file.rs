@@ -1,0 +1,233 @@
+//! Regular files: OPEN to RELEASE, data, space, durability.
+
+use std::ffi::CStr;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::fs::{
+    self, FallocateFlags, Mode, OFlags, SeekFrom, copy_file_range, fallocate, fdatasync, fstatfs, fsync, openat, seek,
+};
+use rustix::io::Errno;
+
+use super::handle::Handle;
+use super::inode::{FdPath, stat};
+use super::{CachePolicy, PassthroughFs, cred, sys};
+use crate::fuse::abi::*;
+use crate::fuse::buf::IoRange;
+use crate::fuse::ops::{Creator, Files, Result};
+
+/// File systems on which close(2) neither writes nor reports anything (statfs(2)'s f_type).
+const LOCAL: [i64; 7] = [
+    libc::EXT4_SUPER_MAGIC,
+    libc::XFS_SUPER_MAGIC,
+    libc::BTRFS_SUPER_MAGIC,
+    libc::TMPFS_MAGIC,
+    libc::F2FS_SUPER_MAGIC,
+    libc::OVERLAYFS_SUPER_MAGIC,
+    // ZFS
+    0x2fc1_2fc1,
+];
+
+impl PassthroughFs {
+    /// The host's open flags for the guest's. O_APPEND is left to each write, which alone knows whether it comes from the
+    /// guest's page cache and has an offset.
+    fn host_flags(&self, flags: u32) -> OFlags {
+        let mut keep = OFlags::ACCMODE | OFlags::TRUNC | OFlags::DSYNC | OFlags::SYNC | OFlags::LARGEFILE;
+        keep.set(OFlags::DIRECT, self.config.allow_direct_io);
+        keep.set(OFlags::NOATIME, self.config.preserve_noatime);
+        let mut host = OFlags::from_bits_retain(flags) & keep | OFlags::NOCTTY | OFlags::CLOEXEC;
+        if self.has(InitFlags::WRITEBACK_CACHE) && host & OFlags::ACCMODE == OFlags::WRONLY {
+            // The guest's page cache reads what it writes in part.
+            host = host & !OFlags::ACCMODE | OFlags::RDWR;
+        }
+        host
+    }
+
+    fn may_open(&self, flags: OFlags) -> Result<()> {
+        if flags & OFlags::ACCMODE == OFlags::RDONLY && !flags.contains(OFlags::TRUNC) {
+            return Ok(());
+        }
+        self.writable()
+    }
+
+    /// Runs `open` with flags, and again with the guest's own access mode where the wider one is denied.
+    fn try_open(&self, guest: u32, open: impl Fn(OFlags) -> Result<OwnedFd>) -> Result<OwnedFd> {
+        let flags = self.host_flags(guest);
+        self.may_open(flags)?;
+        match open(flags) {
+            Err(Errno::ACCESS) if flags & OFlags::ACCMODE != OFlags::from_bits_retain(guest) & OFlags::ACCMODE => {
+                open(flags & !OFlags::ACCMODE | OFlags::WRONLY)
+            }
+            done => done,
+        }
+    }
+
+    fn opened(&self, node: u64, file: OwnedFd) -> Result<OpenOut> {
+        let open_flags = match self.config.cache {
+            CachePolicy::Auto => OpenFlags::empty(),
+            CachePolicy::Always => OpenFlags::KEEP_CACHE,
+            // The host's file system orders writes to one file by itself.
+            CachePolicy::Never | CachePolicy::Metadata => OpenFlags::DIRECT_IO | OpenFlags::PARALLEL_DIRECT_WRITES,
+        };
+        let fh = self.handles.insert(Handle { file, node, dir: None })?;
+        Ok(OpenOut { fh, open_flags: open_flags.bits(), backing_id: 0 })
+    }
+
+    fn open_known(&self, node: u64, open: &OpenIn) -> Result<OpenOut> {
+        let inode = self.inodes.get(node)?;
+        // A device or FIFO is the guest's own affair; to open the host's could block or act.
+        if inode.format() != libc::S_IFREG {
+            return Err(Errno::BADF);
+        }
+        cred::keep_setid(open.open_flags & OPEN_KILL_SUIDGID == 0);
+        let file = self.try_open(open.flags, |flags| inode.open(&self.places, flags))?;
+        if open.flags & libc::O_TRUNC as u32 != 0 {
+            self.drop_capability(file.as_fd());
+        }
+        self.opened(node, file)
+    }
+
+    /// Enters and opens a file that was made just now.
+    fn enter_new(&self, parent: u64, file: OwnedFd, by: &Creator) -> Result<(EntryOut, OpenOut)> {
+        let parent = self.inodes.get(parent)?;
+        let st = stat(file.as_fd(), c"")?;
+        let inode = self.inodes.learn(&st, self.places.place_open(file.as_fd())?);
+        let entry = self.entry(&parent, &inode, &st);
+        let labelled = by.label.map_or(Ok(()), |(label, value)| self.label(inode.id, label, value));
+        match labelled.and_then(|()| self.opened(inode.id, file)) {
+            Ok(open) => Ok((entry, open)),
+            Err(errno) => {
+                self.inodes.forget(inode.id, 1);
+                Err(errno)
+            }
+        }
+    }
+
+    /// Whether a close of this file means something to its file system.
+    fn flushes(&self, fd: BorrowedFd) -> Result<bool> {
+        let dev = fs::fstat(fd)?.st_dev;
+        if let Some(known) = self.flushes.get(&dev) {
+            return Ok(*known);
+        }
+        let flushes = !LOCAL.contains(&fstatfs(fd)?.f_type);
+        self.flushes.insert(dev, flushes);
+        Ok(flushes)
+    }
+
+    /// Removes file capabilities that are kept under another name, as the kernel does with its own.
+    pub(super) fn drop_capability(&self, fd: BorrowedFd) {
+        if let Some(name) = &self.capability {
+            // Most files have none.
+            let _ = sys::removexattr(FdPath::new(fd).as_cstr(), name);
+        }
+    }
+}
+
+impl Files for PassthroughFs {
+    fn open(&self, node: u64, open: &OpenIn) -> Result<OpenOut> {
+        self.open_known(node, open)
+    }
+
+    fn create(&self, parent: u64, name: &CStr, create: &CreateIn, by: &Creator) -> Result<(EntryOut, OpenOut)> {
+        self.writable()?;
+        let made = self.within(parent, name, |_, dir| {
+            let _identity = self.act_as(by)?;
+            let new = OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW;
+            let mode = Mode::from_raw_mode(create.mode & 0o7777);
+            openat(dir, name, self.host_flags(create.flags) | new, mode)
+        });
+        match made {
+            Ok(file) => self.enter_new(parent, file, by).inspect_err(|_| {
+                let _ = self.within(parent, name, |_, dir| fs::unlinkat(dir, name, fs::AtFlags::empty()));
+            }),
+            Err(Errno::EXIST) if create.flags & libc::O_EXCL as u32 == 0 => {
+                let entry = self.within(parent, name, |parent, dir| self.enter(parent, dir, name, false))?;
+                let open = OpenIn { flags: create.flags, open_flags: create.open_flags };
+                let opened = self.open_known(entry.nodeid, &open);
+                Ok((entry, opened.inspect_err(|_| self.inodes.forget(entry.nodeid, 1))?))
+            }
+            Err(errno) => Err(errno),
+        }
+    }
+
+    fn tmpfile(&self, parent: u64, create: &CreateIn, by: &Creator) -> Result<(EntryOut, OpenOut)> {
+        self.writable()?;
+        let file = self.inodes.get(parent)?.with_fd(&self.places, |dir| {
+            let _identity = self.act_as(by)?;
+            let excl = OFlags::from_bits_retain(create.flags) & OFlags::EXCL;
+            let mode = Mode::from_raw_mode(create.mode & 0o7777);
+            openat(dir, c".", self.host_flags(create.flags) | OFlags::TMPFILE | excl, mode)
+        })?;
+        self.enter_new(parent, file, by)
+    }
+
+    fn read(&self, node: u64, read: &ReadIn, to: &IoRange) -> Result<usize> {
+        sys::preadv(self.handles.get(node, read.fh)?.fd(), to, read.offset, 0)
+    }
+
+    fn write(&self, node: u64, write: &WriteIn, from: &IoRange) -> Result<usize> {
+        let handle = self.handles.get(node, write.fh)?;
+        let kill = self.has(InitFlags::HANDLE_KILLPRIV_V2) && write.write_flags & WRITE_KILL_SUIDGID != 0;
+        cred::keep_setid(!kill);
+        let cached = write.write_flags & WRITE_CACHE != 0;
+        let append = write.flags & libc::O_APPEND as u32 != 0 && !cached;
+        let n = sys::pwritev(handle.fd(), from, write.offset, if append { libc::RWF_APPEND } else { 0 })?;
+        if !cached {
+            self.drop_capability(handle.fd());
+        }
+        Ok(n)
+    }
+
+    fn flush(&self, node: u64, fh: u64, lock_owner: u64) -> Result<()> {
+        let handle = self.handles.get(node, fh)?;
+        self.locks.drop_owner(node, lock_owner);
+        if self.flushes(handle.fd())? { sys::close_copy(handle.fd()) } else { Ok(()) }
+    }
+
+    fn release(&self, node: u64, release: &ReleaseIn) -> Result<()> {
+        // The close drops the handle's flock lock too.
+        self.handles.remove(node, release.fh).map(drop)
+    }
+
+    fn fsync(&self, node: u64, fh: u64, datasync: bool) -> Result<()> {
+        let handle = self.handles.get(node, fh)?;
+        if datasync { fdatasync(handle.fd()) } else { fsync(handle.fd()) }
+    }
+
+    fn fallocate(&self, node: u64, a: &FallocateIn) -> Result<()> {
+        self.writable()?;
+        cred::keep_setid(true);
+        let mode = FallocateFlags::from_bits(a.mode).ok_or(Errno::OPNOTSUPP)?;
+        fallocate(self.handles.get(node, a.fh)?.fd(), mode, a.offset, a.length)
+    }
+
+    fn lseek(&self, node: u64, fh: u64, offset: u64, whence: u32) -> Result<u64> {
+        let to = match whence as i32 {
+            libc::SEEK_DATA => SeekFrom::Data(offset),
+            libc::SEEK_HOLE => SeekFrom::Hole(offset),
+            // The guest's kernel does the others by itself.
+            _ => return Err(Errno::INVAL),
+        };
+        seek(self.handles.get(node, fh)?.fd(), to)
+    }
+
+    fn copy_file_range(&self, node: u64, a: &CopyFileRangeIn) -> Result<usize> {
+        if a.flags != 0 {
+            return Err(Errno::INVAL);
+        }
+        let from = self.handles.get(node, a.fh_in)?;
+        let to = self.handles.get(a.nodeid_out, a.fh_out)?;
+        cred::keep_setid(true);
+        let (mut off_in, mut off_out) = (a.off_in, a.off_out);
+        let len = usize::try_from(a.len).map_err(|_| Errno::INVAL)?;
+        copy_file_range(from.fd(), Some(&mut off_in), to.fd(), Some(&mut off_out), len)
+    }
+
+    fn syncfs(&self, node: u64) -> Result<()> {
+        let inode = self.inodes.get(node)?;
+        // syncfs(2) takes no O_PATH descriptor. The guest asks by a mount's root, which is a directory.
+        match inode.format() {
+            libc::S_IFDIR => fs::syncfs(inode.open(&self.places, OFlags::RDONLY | OFlags::DIRECTORY)?),
+            _ => Err(Errno::INVAL),
+        }
+    }
+}

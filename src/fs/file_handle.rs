@@ -1,0 +1,94 @@
+//! Inodes held by file handle (open_by_handle_at(2)) rather than by descriptor.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Weak};
+
+use dashmap::DashMap;
+use rustix::fs::{FileType, OFlags, fstat};
+use rustix::io::Errno;
+
+use super::FileHandles;
+use super::inode::{Place, reopen};
+use super::sys::{self, MAX_HANDLE, RawHandle};
+use crate::fuse::ops::Result;
+
+/// A file handle and an open file of its mount.
+pub struct FileHandle {
+    mount: Arc<OwnedFd>,
+    kind: i32,
+    data: Box<[u8]>,
+}
+
+impl FileHandle {
+    pub fn open(&self, flags: OFlags) -> Result<OwnedFd> {
+        let mut raw = RawHandle { bytes: self.data.len() as u32, kind: self.kind, data: [0; MAX_HANDLE] };
+        raw.data[..self.data.len()].copy_from_slice(&self.data);
+        sys::open_by_handle(self.mount.as_fd(), &raw, flags.bits() as i32)
+    }
+}
+
+/// How inodes are held, and a file of each mount that has one.
+pub struct Handles {
+    mode: FileHandles,
+    mounts: DashMap<i32, Weak<OwnedFd>>,
+}
+
+impl Handles {
+    pub fn new(mode: FileHandles) -> Self {
+        Self { mode, mounts: DashMap::new() }
+    }
+
+    /// How to hold the file of this O_PATH descriptor.
+    ///
+    /// # Errors
+    /// Those of name_to_handle_at(2), with `--inode-file-handles=mandatory`.
+    pub fn place(&self, fd: OwnedFd) -> Result<Place> {
+        if self.mode == FileHandles::Never {
+            return Ok(Place::Fd(fd));
+        }
+        match self.handle(fd.as_fd()) {
+            Ok(handle) => Ok(Place::Handle(handle)),
+            Err(_) if self.mode == FileHandles::Prefer => Ok(Place::Fd(fd)),
+            Err(errno) => Err(errno),
+        }
+    }
+
+    /// How to hold a file that is open for I/O.
+    pub fn place_open(&self, fd: BorrowedFd) -> Result<Place> {
+        if self.mode != FileHandles::Never {
+            match self.handle(fd) {
+                Ok(handle) => return Ok(Place::Handle(handle)),
+                Err(errno) if self.mode == FileHandles::Mandatory => return Err(errno),
+                Err(_) => {}
+            }
+        }
+        Ok(Place::Fd(reopen(fd, OFlags::PATH)?))
+    }
+
+    /// A handle that was seen to open.
+    pub fn handle(&self, fd: BorrowedFd) -> Result<FileHandle> {
+        let (raw, mount) = sys::name_to_handle(fd)?;
+        let data = raw.data.get(..raw.bytes as usize).ok_or(Errno::OVERFLOW)?.into();
+        let (mount, new) = self.mount(mount, fd)?;
+        let handle = FileHandle { mount, kind: raw.kind, data };
+        if new {
+            handle.open(OFlags::PATH)?;
+        }
+        Ok(handle)
+    }
+
+    /// An open file of the mount, and whether it is the mount's first.
+    fn mount(&self, id: i32, fd: BorrowedFd) -> Result<(Arc<OwnedFd>, bool)> {
+        if let Some(mount) = self.mounts.get(&id).and_then(|mount| mount.upgrade()) {
+            return Ok((mount, false));
+        }
+        // open_by_handle_at(2) takes no O_PATH descriptor, and to open a device or a FIFO could do anything.
+        match FileType::from_raw_mode(fstat(fd)?.st_mode) {
+            FileType::Directory | FileType::RegularFile => {}
+            _ => return Err(Errno::OPNOTSUPP),
+        }
+        let mount = Arc::new(reopen(fd, OFlags::RDONLY)?);
+        self.mounts.insert(id, Arc::downgrade(&mount));
+        Ok((mount, true))
+    }
+}

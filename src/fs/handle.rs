@@ -1,0 +1,184 @@
+//! Open files and directories by `fh`.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::OnceLock;
+
+use parking_lot::{Mutex, RwLock, RwLockReadGuard};
+use rustix::io::Errno;
+
+use crate::fuse::ops::Result;
+
+/// An open file or directory.
+pub struct Handle {
+    pub file: OwnedFd,
+    /// The nodeid that it was opened by.
+    pub node: u64,
+    /// For directories: where the listing is.
+    pub dir: Option<Box<Mutex<DirState>>>,
+}
+
+impl Handle {
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+/// Directory entries that were read and not yet taken.
+#[derive(Default)]
+pub struct DirState {
+    pub entries: Vec<u8>,
+    /// Start of the next entry in `entries`.
+    pub at: usize,
+    /// The position that `at` is at (d_off of the entry before).
+    pub offset: u64,
+}
+
+/// A slot's handle, and how often the slot was used: an `fh` names one use of one slot.
+#[derive(Default)]
+struct Slot {
+    generation: u32,
+    handle: Option<Handle>,
+}
+
+/// Slots in the first chunk; each chunk is twice as long as the one before it.
+const FIRST_CHUNK: usize = 64;
+/// Chunks that hold more handles than a process can have descriptors (fs.nr_open is at most 2^30 or so).
+const CHUNKS: usize = 25;
+
+/// All handles of a session. A slot stays where it is, so that one handle's use never waits for another's OPEN or
+/// RELEASE, and OPEN allocates nothing once there were as many handles.
+///
+/// Lock rule: `free` is never held together with a slot's lock. A slot is locked for reading while its handle is in use, recursively where one
+/// request uses it twice.
+pub struct Handles {
+    chunks: [OnceLock<Box<[RwLock<Slot>]>>; CHUNKS],
+    free: Mutex<Free>,
+}
+
+#[derive(Default)]
+struct Free {
+    slots: Vec<u32>,
+    /// Slots that were ever used.
+    used: u32,
+}
+
+/// A handle in use.
+pub struct Guard<'a>(RwLockReadGuard<'a, Slot>);
+
+impl std::ops::Deref for Guard<'_> {
+    type Target = Handle;
+
+    fn deref(&self) -> &Handle {
+        self.0.handle.as_ref().unwrap_or_else(|| unreachable!("a guard is made of a full slot"))
+    }
+}
+
+impl Handles {
+    pub fn new() -> Self {
+        Self { chunks: [const { OnceLock::new() }; CHUNKS], free: Mutex::default() }
+    }
+
+    fn slot(&self, index: u32) -> Option<&RwLock<Slot>> {
+        let n = index as usize / FIRST_CHUNK + 1;
+        let chunk = n.ilog2() as usize;
+        let start = ((1 << chunk) - 1) * FIRST_CHUNK;
+        self.chunks.get(chunk)?.get()?.get(index as usize - start)
+    }
+
+    fn grow(&self, index: u32) -> Result<()> {
+        let chunk = (index as usize / FIRST_CHUNK + 1).ilog2() as usize;
+        let slots = self.chunks.get(chunk).ok_or(Errno::NFILE)?;
+        slots.get_or_init(|| (0..FIRST_CHUNK << chunk).map(|_| RwLock::default()).collect());
+        Ok(())
+    }
+
+    /// Gives the handle an `fh`.
+    ///
+    /// # Errors
+    /// ENFILE where there are too many.
+    pub fn insert(&self, handle: Handle) -> Result<u64> {
+        let index = {
+            let mut free = self.free.lock();
+            match free.slots.pop() {
+                Some(index) => index,
+                None => {
+                    self.grow(free.used)?;
+                    free.used += 1;
+                    free.used - 1
+                }
+            }
+        };
+        let mut slot = self.slot(index).ok_or(Errno::NFILE)?.write();
+        slot.generation = slot.generation.wrapping_add(1);
+        slot.handle = Some(handle);
+        Ok(u64::from(slot.generation) << 32 | u64::from(index))
+    }
+
+    /// The handle `fh` of the inode `node`.
+    ///
+    /// # Errors
+    /// EBADF where there is none.
+    pub fn get(&self, node: u64, fh: u64) -> Result<Guard<'_>> {
+        let slot = self.slot(fh as u32).ok_or(Errno::BADF)?.read_recursive();
+        match &slot.handle {
+            Some(handle) if handle.node == node && slot.generation == (fh >> 32) as u32 => Ok(Guard(slot)),
+            _ => Err(Errno::BADF),
+        }
+    }
+
+    /// Takes the handle out.
+    pub fn remove(&self, node: u64, fh: u64) -> Result<Handle> {
+        let handle = {
+            let mut slot = self.slot(fh as u32).ok_or(Errno::BADF)?.write();
+            if slot.generation != (fh >> 32) as u32 {
+                return Err(Errno::BADF);
+            }
+            slot.handle.take_if(|handle| handle.node == node).ok_or(Errno::BADF)?
+        };
+        self.free.lock().slots.push(fh as u32);
+        Ok(handle)
+    }
+
+    /// Closes all.
+    pub fn clear(&self) {
+        let used = self.free.lock().used;
+        for index in 0..used {
+            let Some(slot) = self.slot(index) else { continue };
+            let closed = slot.write().handle.take();
+            if closed.is_some() {
+                self.free.lock().slots.push(index);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn handle(node: u64) -> Handle {
+        Handle { file: std::fs::File::open("/dev/null").unwrap().into(), node, dir: None }
+    }
+
+    #[test]
+    fn an_fh_names_one_open() {
+        let handles = Handles::new();
+        let fhs: Vec<u64> = (0..1000).map(|n| handles.insert(handle(n)).unwrap()).collect();
+        for (n, &fh) in fhs.iter().enumerate() {
+            assert!(handles.get(n as u64, fh).is_ok());
+            assert!(handles.get(n as u64 + 1, fh).is_err());
+        }
+        handles.remove(5, fhs[5]).unwrap();
+        assert!(handles.remove(5, fhs[5]).is_err());
+        let again = handles.insert(handle(5)).unwrap();
+        assert_ne!(again, fhs[5]);
+        assert!(handles.get(5, fhs[5]).is_err());
+        assert!(handles.get(5, again).is_ok());
+        for bad in [u64::MAX, 0, 1 << 31, 5000] {
+            assert!(handles.get(5, bad).is_err());
+        }
+        handles.clear();
+        assert!(handles.get(5, again).is_err());
+        assert_eq!(handles.free.lock().slots.len(), 1000);
+    }
+}

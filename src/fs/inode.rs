@@ -1,0 +1,333 @@
+//! Inodes by nodeid and by host identity.
+
+use std::ffi::CStr;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use dashmap::DashMap;
+use dashmap::mapref::entry::Entry;
+use parking_lot::{RwLock, RwLockReadGuard};
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, Statx, StatxFlags, makedev, openat, statx};
+use rustix::io::Errno;
+
+use super::file_handle::{FileHandle, Handles};
+use crate::fuse::abi::ROOT_ID;
+use crate::fuse::ops::Result;
+
+/// Host identity of a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Key {
+    dev: u64,
+    ino: u64,
+    /// The same file seen through another mount is another inode to the guest, as a submount's root must be.
+    pub mount: u64,
+}
+
+/// What tells apart two files that have the same [`Key`] one after the other. The time is 0 where the file system keeps
+/// no birth times.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Birth {
+    sec: i64,
+    nsec: u32,
+    /// S_IFMT bits.
+    format: u32,
+}
+
+fn identity(st: &Statx) -> (Key, Birth) {
+    let known = st.stx_mask & StatxFlags::BTIME.bits() != 0;
+    let (sec, nsec) = if known { (st.stx_btime.tv_sec, st.stx_btime.tv_nsec) } else { (0, 0) };
+    let key = Key { dev: makedev(st.stx_dev_major, st.stx_dev_minor), ino: st.stx_ino, mount: st.stx_mnt_id };
+    (key, Birth { sec, nsec, format: u32::from(st.stx_mode) & libc::S_IFMT })
+}
+
+/// statx(2) with all that an entry needs, of `name` in `dir` or, with an empty name, of `dir` itself.
+pub fn stat(dir: BorrowedFd, name: &CStr) -> Result<Statx> {
+    let mut flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
+    if name.is_empty() {
+        flags |= AtFlags::EMPTY_PATH;
+    }
+    statx(dir, name, flags, StatxFlags::BASIC_STATS | StatxFlags::BTIME | StatxFlags::MNT_ID)
+}
+
+/// Opens `name` in `dir` as an O_PATH descriptor, symbolic links themselves and not their targets.
+pub fn open_path(dir: BorrowedFd, name: &CStr) -> Result<OwnedFd> {
+    openat(dir, name, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())
+}
+
+/// The path of a descriptor, relative to the workers' directory, /proc/self/fd.
+pub struct FdPath([u8; Self::LEN]);
+
+impl FdPath {
+    /// Digits of the largest descriptor and a NUL.
+    const LEN: usize = 11;
+
+    pub fn new(fd: BorrowedFd) -> Self {
+        let (mut path, mut at, mut rest) = ([0; Self::LEN], Self::LEN - 1, fd.as_raw_fd().unsigned_abs());
+        loop {
+            at -= 1;
+            path[at] = b'0' + (rest % 10) as u8;
+            rest /= 10;
+            if rest == 0 {
+                break;
+            }
+        }
+        path.rotate_left(at);
+        Self(path)
+    }
+
+    pub fn as_cstr(&self) -> &CStr {
+        CStr::from_bytes_until_nul(&self.0).unwrap_or_default()
+    }
+}
+
+/// Opens the file of an O_PATH descriptor anew.
+pub fn reopen(fd: BorrowedFd, flags: OFlags) -> Result<OwnedFd> {
+    openat(CWD, FdPath::new(fd).as_cstr(), flags | OFlags::CLOEXEC, Mode::empty())
+}
+
+/// How to get at an inode's file.
+pub enum Place {
+    /// An O_PATH descriptor.
+    Fd(OwnedFd),
+    Handle(FileHandle),
+    /// Known by READDIRPLUS alone: opened at first need.
+    Name(Arc<Inode>, Box<CStr>),
+}
+
+/// A file that the guest knows.
+pub struct Inode {
+    pub id: u64,
+    pub key: Key,
+    birth: Birth,
+    /// References that the guest holds. Becomes 0, and is raised from there, only under the key's shard lock in
+    /// [`Inodes::by_key`].
+    nlookup: AtomicU64,
+    /// Locked for reading while the file is in use, and that recursively (a rename within one directory uses it twice);
+    /// for writing when it changes, with no other lock held.
+    place: RwLock<Place>,
+}
+
+impl Inode {
+    /// The file's type, S_IFMT bits.
+    pub fn format(&self) -> u32 {
+        self.birth.format
+    }
+
+    /// Runs `f` with an O_PATH descriptor of the file.
+    ///
+    /// # Errors
+    /// ESTALE where the file is not to be found any more.
+    pub fn with_fd<R>(&self, handles: &Handles, f: impl FnOnce(BorrowedFd) -> Result<R>) -> Result<R> {
+        match &*self.found(handles)? {
+            Place::Fd(fd) => f(fd.as_fd()),
+            Place::Handle(handle) => f(handle.open(OFlags::PATH)?.as_fd()),
+            Place::Name(..) => Err(Errno::STALE),
+        }
+    }
+
+    /// Opens the file anew.
+    pub fn open(&self, handles: &Handles, flags: OFlags) -> Result<OwnedFd> {
+        match &*self.found(handles)? {
+            Place::Fd(fd) => reopen(fd.as_fd(), flags),
+            Place::Handle(handle) => handle.open(flags),
+            Place::Name(..) => Err(Errno::STALE),
+        }
+    }
+
+    /// The place as a descriptor or a handle.
+    fn found(&self, handles: &Handles) -> Result<RwLockReadGuard<'_, Place>> {
+        let place = self.place.read_recursive();
+        let Place::Name(parent, name) = &*place else { return Ok(place) };
+        let (parent, name) = (parent.clone(), name.clone());
+        drop(place);
+        self.find(handles, &parent, &name)?;
+        Ok(self.place.read_recursive())
+    }
+
+    fn find(&self, handles: &Handles, parent: &Inode, name: &CStr) -> Result<()> {
+        let fd = parent.with_fd(handles, |dir| open_path(dir, name)).map_err(|errno| match errno {
+            Errno::NOENT | Errno::NOTDIR => Errno::STALE,
+            other => other,
+        })?;
+        let st = stat(fd.as_fd(), c"")?;
+        if identity(&st) != (self.key, self.birth) {
+            return Err(Errno::STALE);
+        }
+        let found = handles.place(fd)?;
+        let mut place = self.place.write();
+        if let Place::Name(..) = *place {
+            *place = found;
+        }
+        Ok(())
+    }
+
+    fn is_lazy(&self) -> bool {
+        matches!(*self.place.read_recursive(), Place::Name(..))
+    }
+
+    /// Notes that a file which has yet to be opened is now found under this name.
+    pub fn moved(&self, parent: &Arc<Inode>, name: &CStr) {
+        if !self.is_lazy() {
+            return;
+        }
+        if let Place::Name(p, n) = &mut *self.place.write()
+            && (p.id != parent.id || **n != *name)
+        {
+            (*p, *n) = (parent.clone(), name.into());
+        }
+    }
+
+    /// Whether `st`, which has this inode's key, is of the same file. A descriptor pins its file, so the number can't
+    /// have gone to another one; elsewhere the birth must be the same.
+    fn is(&self, birth: Birth) -> bool {
+        self.birth == birth || matches!(*self.place.read_recursive(), Place::Fd(_))
+    }
+}
+
+/// All inodes of a session.
+///
+/// Lock rule: a shard of `by_key` before one of `by_id`; neither is held during a system call.
+pub struct Inodes {
+    by_id: DashMap<u64, Arc<Inode>>,
+    by_key: DashMap<Key, Arc<Inode>>,
+    next_id: AtomicU64,
+    /// Whether the session has seen a [`Place::Name`].
+    any_lazy: AtomicBool,
+    root: Arc<Inode>,
+}
+
+impl Inodes {
+    /// A table that knows the shared directory alone.
+    pub fn new(root: OwnedFd) -> Result<Self> {
+        let (key, birth) = identity(&stat(root.as_fd(), c"")?);
+        let place = RwLock::new(Place::Fd(root));
+        let root = Arc::new(Inode { id: ROOT_ID, key, birth, nlookup: AtomicU64::new(1), place });
+        let inodes = Self {
+            by_id: DashMap::new(),
+            by_key: DashMap::new(),
+            next_id: AtomicU64::new(ROOT_ID + 1),
+            any_lazy: AtomicBool::new(false),
+            root,
+        };
+        inodes.clear();
+        Ok(inodes)
+    }
+
+    /// Forgets all but the root.
+    pub fn clear(&self) {
+        self.by_key.clear();
+        self.by_id.clear();
+        self.any_lazy.store(false, Ordering::Relaxed);
+        self.by_key.insert(self.root.key, self.root.clone());
+        self.by_id.insert(ROOT_ID, self.root.clone());
+    }
+
+    pub fn len(&self) -> usize {
+        self.by_id.len()
+    }
+
+    /// # Errors
+    /// ESTALE for a nodeid that was never given out, or is forgotten.
+    pub fn get(&self, id: u64) -> Result<Arc<Inode>> {
+        if id == ROOT_ID {
+            return Ok(self.root.clone());
+        }
+        self.by_id.get(&id).map(|inode| inode.clone()).ok_or(Errno::STALE)
+    }
+
+    /// The inode of this file if it is known, without another reference for the guest.
+    pub fn peek(&self, st: &Statx) -> Option<Arc<Inode>> {
+        let (key, birth) = identity(st);
+        self.by_key.get(&key).filter(|inode| inode.is(birth)).map(|inode| inode.clone())
+    }
+
+    /// The inode of this file if it is known, with one more reference for the guest.
+    pub fn known(&self, st: &Statx) -> Option<Arc<Inode>> {
+        let (key, birth) = identity(st);
+        let inode = self.by_key.get(&key).filter(|inode| inode.is(birth))?;
+        inode.nlookup.fetch_add(1, Ordering::Relaxed);
+        Some(inode.clone())
+    }
+
+    /// As [`known`](Self::known), or a new inode at `place`.
+    pub fn learn(&self, st: &Statx, place: Place) -> Arc<Inode> {
+        let (key, birth) = identity(st);
+        let lazy = matches!(place, Place::Name(..));
+        let create = || {
+            let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+            let inode = Arc::new(Inode { id, key, birth, nlookup: AtomicU64::new(1), place: RwLock::new(place) });
+            self.by_id.insert(id, inode.clone());
+            if lazy {
+                self.any_lazy.store(true, Ordering::Relaxed);
+            }
+            inode
+        };
+        match self.by_key.entry(key) {
+            Entry::Occupied(mut entry) => {
+                if entry.get().is(birth) {
+                    entry.get().nlookup.fetch_add(1, Ordering::Relaxed);
+                    return entry.get().clone();
+                }
+                // The number has gone to another file. The guest keeps the old nodeid until it forgets it.
+                entry.insert(create());
+                entry.get().clone()
+            }
+            Entry::Vacant(entry) => entry.insert(create()).clone(),
+        }
+    }
+
+    /// Drops references that the guest held.
+    pub fn forget(&self, id: u64, nlookup: u64) {
+        if id == ROOT_ID {
+            return;
+        }
+        let Some(inode) = self.by_id.get(&id).map(|inode| inode.clone()) else { return };
+        let mut last = false;
+        let mut drop_references = || {
+            let before = inode.nlookup.load(Ordering::Relaxed);
+            inode.nlookup.store(before.saturating_sub(nlookup), Ordering::Relaxed);
+            last = before > 0 && before <= nlookup;
+            last
+        };
+        match self.by_key.entry(inode.key) {
+            Entry::Occupied(entry) if Arc::ptr_eq(entry.get(), &inode) => {
+                if drop_references() {
+                    entry.remove();
+                }
+            }
+            // Replaced in `by_key`; the entry's lock is held all the same.
+            _other => {
+                drop_references();
+            }
+        }
+        if last {
+            self.by_id.remove(&id);
+        }
+    }
+
+    /// Pins the file `name` in `dir` if the guest knows it by READDIRPLUS alone: it is about to lose this name.
+    pub fn pin(&self, handles: &Handles, dir: BorrowedFd, name: &CStr) {
+        if !self.any_lazy.load(Ordering::Relaxed) {
+            return;
+        }
+        if let Some(inode) = stat(dir, name).ok().and_then(|st| self.peek(&st)) {
+            // What can't be opened now is stale for the guest later, as it would be without this.
+            drop(inode.found(handles));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn descriptor_paths() {
+        for n in [0, 7, 10, 1234567, i32::MAX] {
+            // SAFETY: the number is only printed.
+            let path = FdPath::new(unsafe { BorrowedFd::borrow_raw(n) });
+            assert_eq!(path.as_cstr().to_str().unwrap(), n.to_string());
+        }
+    }
+}

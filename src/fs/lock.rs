@@ -1,0 +1,174 @@
+//! File locks that reach the host: POSIX locks as open file description locks, one description for each inode and owner;
+//! flock locks on the handle's own description.
+
+use std::ops::ControlFlow;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use dashmap::DashMap;
+use rustix::fs::{FlockOperation, OFlags, flock};
+use rustix::io::Errno;
+
+use super::handle::Handle;
+use super::inode::reopen;
+use super::{PassthroughFs, sys};
+use crate::fuse::abi::*;
+use crate::fuse::ops::{LockWait, Locks as LockOps, Result};
+
+/// Locks that are held and waited for.
+#[derive(Default)]
+pub struct Locks {
+    /// By nodeid and owner.
+    posix: DashMap<(u64, u64), Arc<OwnedFd>>,
+    waiting: Arc<DashMap<u64, Arc<Waiter>>>,
+}
+
+/// A request that waits for a lock.
+#[derive(Default)]
+struct Waiter {
+    /// 0 until its thread runs.
+    tid: std::sync::atomic::AtomicI32,
+    interrupted: AtomicBool,
+}
+
+impl Locks {
+    /// Drops all POSIX locks of an owner, as a close of the file does.
+    pub fn drop_owner(&self, node: u64, owner: u64) {
+        if let Some((_, file)) = self.posix.remove(&(node, owner)) {
+            // A wait on another thread may keep the description open.
+            let mut all = range(libc::F_UNLCK, 0, 0);
+            let _ = sys::ofd_lock(file.as_fd(), libc::F_OFD_SETLK, &mut all);
+        }
+    }
+
+    /// Ends the wait of the request `unique` with EINTR, if it waits.
+    pub fn interrupt(&self, unique: u64) {
+        if let Some(waiter) = self.waiting.get(&unique).map(|w| w.clone()) {
+            waiter.interrupted.store(true, Ordering::SeqCst);
+            // The signal is lost if it comes before the thread is in its system call.
+            while self.waiting.contains_key(&unique) {
+                let tid = waiter.tid.load(Ordering::SeqCst);
+                if tid != 0 && sys::interrupt(tid).is_err() {
+                    return;
+                }
+                std::thread::sleep(sys::INTERRUPT_AGAIN);
+            }
+        }
+    }
+
+    /// Ends all waits and drops all locks.
+    pub fn clear(&self) {
+        let waiting: Vec<u64> = self.waiting.iter().map(|w| *w.key()).collect();
+        for unique in waiting {
+            self.interrupt(unique);
+        }
+        self.posix.clear();
+    }
+
+    /// A wait that [`interrupt`](Self::interrupt) can end. `lock` is called until it gives no EINTR.
+    fn wait(&self, unique: u64, mut lock: impl FnMut() -> Result<()> + Send + 'static) -> LockWait {
+        let waiter = Arc::new(Waiter::default());
+        let waiting = self.waiting.clone();
+        waiting.insert(unique, waiter.clone());
+        Box::new(move || {
+            waiter.tid.store(sys::gettid(), Ordering::SeqCst);
+            let result = loop {
+                if waiter.interrupted.load(Ordering::SeqCst) {
+                    break Err(Errno::INTR);
+                }
+                match lock() {
+                    Err(Errno::INTR) => {}
+                    done => break done,
+                }
+            };
+            waiting.remove(&unique);
+            result
+        })
+    }
+}
+
+/// A struct flock from `start`, `len` bytes long (0: to the end of the file).
+fn range(kind: i32, start: i64, len: i64) -> libc::flock {
+    libc::flock { l_type: kind as i16, l_whence: libc::SEEK_SET as i16, l_start: start, l_len: len, l_pid: 0 }
+}
+
+/// The struct flock of a request. Its end is inclusive, and OFFSET_MAX means the end of the file.
+fn posix_range(lk: &FileLock) -> Result<libc::flock> {
+    let start = i64::try_from(lk.start).map_err(|_| Errno::INVAL)?;
+    let len = match i64::try_from(lk.end) {
+        Ok(i64::MAX) | Err(_) => 0,
+        Ok(end) => end.checked_sub(start).and_then(|n| n.checked_add(1)).filter(|n| *n > 0).ok_or(Errno::INVAL)?,
+    };
+    match lk.kind as i32 {
+        kind @ (libc::F_RDLCK | libc::F_WRLCK | libc::F_UNLCK) => Ok(range(kind, start, len)),
+        _ => Err(Errno::INVAL),
+    }
+}
+
+impl PassthroughFs {
+    /// The description that holds the owner's locks. Open for both kinds of lock where the file can be.
+    fn lock_file(&self, node: u64, owner: u64, handle: &Handle) -> Result<Arc<OwnedFd>> {
+        if let Some(file) = self.locks.posix.get(&(node, owner)) {
+            return Ok(file.clone());
+        }
+        let flags = rustix::fs::fcntl_getfl(handle.fd())? & OFlags::ACCMODE;
+        let file = reopen(handle.fd(), OFlags::RDWR).or_else(|_| reopen(handle.fd(), flags))?;
+        Ok(self.locks.posix.entry((node, owner)).or_insert(Arc::new(file)).clone())
+    }
+
+    fn set_flock(&self, handle: &Handle, unique: u64, kind: u32, wait: bool) -> Result<ControlFlow<LockWait>> {
+        let (try_it, do_it) = match kind as i32 {
+            libc::F_RDLCK => (FlockOperation::NonBlockingLockShared, FlockOperation::LockShared),
+            libc::F_WRLCK => (FlockOperation::NonBlockingLockExclusive, FlockOperation::LockExclusive),
+            libc::F_UNLCK => (FlockOperation::NonBlockingUnlock, FlockOperation::Unlock),
+            _ => return Err(Errno::INVAL),
+        };
+        match flock(handle.fd(), try_it) {
+            Err(Errno::AGAIN) if wait => {
+                let file = rustix::io::fcntl_dupfd_cloexec(handle.fd(), 0)?;
+                Ok(ControlFlow::Break(self.locks.wait(unique, move || flock(&file, do_it))))
+            }
+            done => done.map(ControlFlow::Continue),
+        }
+    }
+}
+
+impl LockOps for PassthroughFs {
+    fn getlk(&self, node: u64, lk: &LkIn) -> Result<LkOut> {
+        let handle = self.handles.get(node, lk.fh)?;
+        if !self.config.posix_lock {
+            return Err(Errno::NOSYS);
+        }
+        let mut lock = posix_range(&lk.lk)?;
+        sys::ofd_lock(self.lock_file(node, lk.owner, &handle)?.as_fd(), libc::F_OFD_GETLK, &mut lock)?;
+        let kind = i32::from(lock.l_type);
+        if kind == libc::F_UNLCK {
+            return Ok(LkOut { lk: FileLock { kind: kind as u32, ..lk.lk } });
+        }
+        let start = lock.l_start as u64;
+        let end = if lock.l_len == 0 { i64::MAX as u64 } else { start + lock.l_len as u64 - 1 };
+        // The holder's pid means nothing in the guest.
+        Ok(LkOut { lk: FileLock { start, end, kind: kind as u32, pid: 0 } })
+    }
+
+    fn setlk(&self, node: u64, unique: u64, lk: &LkIn, wait: bool) -> Result<ControlFlow<LockWait>> {
+        let handle = self.handles.get(node, lk.fh)?;
+        let is_flock = lk.lk_flags & LK_FLOCK != 0;
+        if !(if is_flock { self.config.flock } else { self.config.posix_lock }) {
+            return Err(Errno::NOSYS);
+        }
+        if is_flock {
+            return self.set_flock(&handle, unique, lk.lk.kind, wait);
+        }
+        let mut lock = posix_range(&lk.lk)?;
+        let file = self.lock_file(node, lk.owner, &handle)?;
+        match sys::ofd_lock(file.as_fd(), libc::F_OFD_SETLK, &mut lock) {
+            Err(Errno::AGAIN) if wait => {
+                let wait = move || sys::ofd_lock(file.as_fd(), libc::F_OFD_SETLKW, &mut lock);
+                Ok(ControlFlow::Break(self.locks.wait(unique, wait)))
+            }
+            done => done.map(ControlFlow::Continue),
+        }
+    }
+}

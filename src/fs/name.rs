@@ -1,0 +1,183 @@
+//! LOOKUP, FORGET, and what makes, moves and removes names.
+
+use std::ffi::CStr;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+
+use rustix::fs::{
+    AtFlags, CWD, FileType, Mode, RenameFlags, Statx, linkat, mkdirat, mknodat, readlinkat_raw, renameat_with,
+    symlinkat, unlinkat,
+};
+use rustix::io::Errno;
+
+use super::PassthroughFs;
+use super::attr::decode_rdev;
+use super::cred::Identity;
+use super::inode::{FdPath, Inode, Place, open_path, stat};
+use crate::fuse::abi::*;
+use crate::fuse::ops::{Creator, Names, Result};
+
+/// PATH_MAX, a symbolic link's longest target with its NUL.
+const PATH_MAX: usize = 4096;
+
+/// A name must stand for an entry of its directory: anything else could leave the shared directory.
+fn check(name: &CStr) -> Result<()> {
+    match name.to_bytes() {
+        b"" | b"." | b".." => Err(Errno::INVAL),
+        name if name.contains(&b'/') => Err(Errno::INVAL),
+        _ => Ok(()),
+    }
+}
+
+impl PassthroughFs {
+    /// Runs `f` with the directory `parent`, in which `name` is to be something.
+    pub(super) fn within<R>(
+        &self,
+        parent: u64,
+        name: &CStr,
+        f: impl FnOnce(&Arc<Inode>, BorrowedFd) -> Result<R>,
+    ) -> Result<R> {
+        check(name)?;
+        let parent = self.inodes.get(parent)?;
+        parent.with_fd(&self.places, |dir| f(&parent, dir))
+    }
+
+    /// The entry `name`, with one more reference for the guest. A `lazy` one is not opened.
+    pub(super) fn enter(&self, parent: &Arc<Inode>, dir: BorrowedFd, name: &CStr, lazy: bool) -> Result<EntryOut> {
+        let st = stat(dir, name)?;
+        if let Some(inode) = self.inodes.known(&st) {
+            inode.moved(parent, name);
+            return Ok(self.entry(parent, &inode, &st));
+        }
+        if lazy {
+            let inode = self.inodes.learn(&st, Place::Name(parent.clone(), name.into()));
+            return Ok(self.entry(parent, &inode, &st));
+        }
+        let fd = open_path(dir, name)?;
+        let st = stat(fd.as_fd(), c"")?;
+        let inode = self.inodes.learn(&st, self.places.place(fd)?);
+        Ok(self.entry(parent, &inode, &st))
+    }
+
+    pub(super) fn entry(&self, parent: &Inode, inode: &Inode, st: &Statx) -> EntryOut {
+        let mut attr = self.attr(st);
+        let directory = inode.format() == libc::S_IFDIR;
+        if directory && inode.key.mount != parent.key.mount && self.has(InitFlags::SUBMOUNTS) {
+            attr.flags |= ATTR_SUBMOUNT;
+        }
+        EntryOut {
+            nodeid: inode.id,
+            generation: 0,
+            entry_valid: self.timeout.as_secs(),
+            attr_valid: self.timeout.as_secs(),
+            entry_valid_nsec: self.timeout.subsec_nanos(),
+            attr_valid_nsec: self.timeout.subsec_nanos(),
+            attr,
+        }
+    }
+
+    /// Acts as the creator until the result is dropped.
+    pub(super) fn act_as(&self, by: &Creator) -> Result<Identity> {
+        let (uid, gid) = (self.host_uid(by.uid)?, self.host_gid(by.gid)?);
+        let group = by.group.map(|group| self.host_gid(group)).transpose()?;
+        Identity::take(uid, gid, group, by.umask, !self.has(InitFlags::CREATE_SUPP_GROUP))
+    }
+
+    /// Makes something with `make` and enters it. Without its label it is not to be seen.
+    fn make(
+        &self,
+        parent: u64,
+        name: &CStr,
+        by: &Creator,
+        make: impl FnOnce(BorrowedFd) -> Result<()>,
+    ) -> Result<EntryOut> {
+        self.writable()?;
+        self.within(parent, name, |parent, dir| {
+            {
+                let _identity = self.act_as(by)?;
+                make(dir)?;
+            }
+            let entry = self.enter(parent, dir, name, false)?;
+            if let Some((label, value)) = by.label
+                && let Err(errno) = self.label(entry.nodeid, label, value)
+            {
+                let directory = entry.attr.mode & libc::S_IFMT == libc::S_IFDIR;
+                let _ = unlinkat(dir, name, if directory { AtFlags::REMOVEDIR } else { AtFlags::empty() });
+                self.inodes.forget(entry.nodeid, 1);
+                return Err(errno);
+            }
+            Ok(entry)
+        })
+    }
+
+    fn remove(&self, parent: u64, name: &CStr, flags: AtFlags) -> Result<()> {
+        self.writable()?;
+        self.within(parent, name, |_, dir| {
+            self.inodes.pin(&self.places, dir, name);
+            unlinkat(dir, name, flags)
+        })
+    }
+}
+
+impl Names for PassthroughFs {
+    fn lookup(&self, parent: u64, name: &CStr) -> Result<EntryOut> {
+        self.within(parent, name, |parent, dir| self.enter(parent, dir, name, false))
+    }
+
+    fn forget(&self, node: u64, nlookup: u64) {
+        self.inodes.forget(node, nlookup);
+    }
+
+    fn readlink(&self, node: u64, to: &mut Vec<u8>) -> Result<()> {
+        self.inodes.get(node)?.with_fd(&self.places, |fd| {
+            to.resize(PATH_MAX, 0);
+            let n = readlinkat_raw(fd, c"", to.as_mut_slice())?;
+            to.truncate(n);
+            Ok(())
+        })
+    }
+
+    fn symlink(&self, parent: u64, name: &CStr, target: &CStr, by: &Creator) -> Result<EntryOut> {
+        self.make(parent, name, by, |dir| symlinkat(target, dir, name))
+    }
+
+    fn mknod(&self, parent: u64, name: &CStr, mode: u32, rdev: u32, by: &Creator) -> Result<EntryOut> {
+        let (kind, mode) = (FileType::from_raw_mode(mode), Mode::from_raw_mode(mode & 0o7777));
+        self.make(parent, name, by, |dir| mknodat(dir, name, kind, mode, decode_rdev(rdev)))
+    }
+
+    fn mkdir(&self, parent: u64, name: &CStr, mode: u32, by: &Creator) -> Result<EntryOut> {
+        self.make(parent, name, by, |dir| mkdirat(dir, name, Mode::from_raw_mode(mode & 0o7777)))
+    }
+
+    fn unlink(&self, parent: u64, name: &CStr) -> Result<()> {
+        self.remove(parent, name, AtFlags::empty())
+    }
+
+    fn rmdir(&self, parent: u64, name: &CStr) -> Result<()> {
+        self.remove(parent, name, AtFlags::REMOVEDIR)
+    }
+
+    fn rename(&self, parent: u64, name: &CStr, newparent: u64, newname: &CStr, flags: u32) -> Result<()> {
+        self.writable()?;
+        let flags = RenameFlags::from_bits(flags).ok_or(Errno::INVAL)?;
+        self.within(parent, name, |_, dir| {
+            self.within(newparent, newname, |_, newdir| {
+                self.inodes.pin(&self.places, dir, name);
+                self.inodes.pin(&self.places, newdir, newname);
+                renameat_with(dir, name, newdir, newname, flags)
+            })
+        })
+    }
+
+    fn link(&self, node: u64, newparent: u64, newname: &CStr) -> Result<EntryOut> {
+        self.writable()?;
+        let inode = self.inodes.get(node)?;
+        self.within(newparent, newname, |parent, dir| {
+            inode.with_fd(&self.places, |fd| {
+                linkat(CWD, FdPath::new(fd).as_cstr(), dir, newname, AtFlags::SYMLINK_FOLLOW)
+            })?;
+            self.enter(parent, dir, newname, false)
+        })
+    }
+}

@@ -1,0 +1,592 @@
+//! The file system without a VM: called as the server calls it.
+
+use std::ffi::{CStr, CString};
+use std::fs;
+use std::ops::ControlFlow;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, symlink};
+use std::path::Path;
+use std::sync::Arc;
+
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+use tempfile::TempDir;
+
+use super::{Config, FileHandles, IdMap, InitFlags, Offer, OwnedFd, PassthroughFs, XattrMap, proc_self_fd};
+use crate::fuse::abi::*;
+use crate::fuse::buf::IoVecs;
+use crate::fuse::ops::*;
+
+struct Share {
+    dir: TempDir,
+    fs: Arc<PassthroughFs>,
+}
+
+const ROOT: Creator = Creator { uid: 0, gid: 0, umask: 0, group: None, label: None };
+
+fn me() -> Creator<'static> {
+    Creator { uid: rustix::process::geteuid().as_raw(), gid: rustix::process::getegid().as_raw(), ..ROOT }
+}
+
+fn root() -> bool {
+    rustix::process::geteuid().is_root()
+}
+
+fn open_root(path: &Path) -> OwnedFd {
+    rustix::fs::open(path, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()).unwrap()
+}
+
+fn share(config: Config) -> Share {
+    let dir = tempfile::tempdir().unwrap();
+    let fs = PassthroughFs::new(open_root(dir.path()), proc_self_fd().unwrap(), config).unwrap();
+    fs.enter_thread();
+    fs.init(InitFlags::all()).unwrap();
+    Share { dir, fs: Arc::new(fs) }
+}
+
+fn plain() -> Share {
+    share(Config::default())
+}
+
+impl Share {
+    fn put(&self, name: &str, data: &[u8]) {
+        fs::write(self.dir.path().join(name), data).unwrap();
+    }
+
+    fn host(&self, name: &str) -> Vec<u8> {
+        fs::read(self.dir.path().join(name)).unwrap()
+    }
+
+    fn lookup(&self, name: &CStr) -> Result<EntryOut> {
+        self.fs.lookup(ROOT_ID, name)
+    }
+
+    fn open(&self, name: &CStr, flags: i32) -> (u64, u64) {
+        let node = self.lookup(name).unwrap().nodeid;
+        (node, self.fs.open(node, &OpenIn { flags: flags as u32, open_flags: 0 }).unwrap().fh)
+    }
+
+    fn write(&self, node: u64, fh: u64, offset: u64, data: &[u8], write_flags: u32, flags: i32) -> Result<usize> {
+        let mut data = data.to_vec();
+        let mut vecs = IoVecs::default();
+        // SAFETY: `data` outlives the list.
+        unsafe { vecs.push(data.as_mut_ptr(), data.len()) };
+        let write = WriteIn { fh, offset, write_flags, flags: flags as u32, ..Default::default() };
+        self.fs.write(node, &write, &vecs.range(0..usize::MAX))
+    }
+
+    fn read(&self, node: u64, fh: u64, offset: u64, size: usize) -> Result<Vec<u8>> {
+        let (mut a, mut b) = (vec![0; size / 3], vec![0; size - size / 3]);
+        let mut vecs = IoVecs::default();
+        for part in [&mut a, &mut b] {
+            // SAFETY: the parts outlive the list.
+            unsafe { vecs.push(part.as_mut_ptr(), part.len()) };
+        }
+        let n = self.fs.read(node, &ReadIn { fh, offset, ..Default::default() }, &vecs.range(0..size))?;
+        a.extend(b);
+        a.truncate(n);
+        Ok(a)
+    }
+
+    /// Descriptors that this process has open in the share.
+    fn descriptors(&self) -> usize {
+        let held = |e: std::io::Result<fs::DirEntry>| fs::read_link(e.ok()?.path()).ok();
+        let links = fs::read_dir("/proc/self/fd").unwrap().filter_map(held);
+        links.filter(|path| path.starts_with(self.dir.path())).count()
+    }
+
+    fn list_plus(&self) -> Vec<(String, EntryOut)> {
+        let fh = self.fs.opendir(ROOT_ID, 0).unwrap().fh;
+        let mut all = List { max: 7, ..Default::default() };
+        let mut offset = 0;
+        loop {
+            let before = all.entries.len();
+            all.room = all.max;
+            self.fs.readdirplus(ROOT_ID, fh, offset, &mut all).unwrap();
+            if all.entries.len() == before {
+                break;
+            }
+            offset = all.offset;
+        }
+        self.fs.releasedir(ROOT_ID, fh).unwrap();
+        all.entries
+    }
+}
+
+#[derive(Default)]
+struct List {
+    entries: Vec<(String, EntryOut)>,
+    offset: u64,
+    max: usize,
+    room: usize,
+}
+
+impl DirSink for List {
+    fn fits(&self, _: usize) -> bool {
+        self.room > 0
+    }
+
+    fn push(&mut self, dirent: Dirent, name: &[u8], entry: Option<&EntryOut>) {
+        self.room -= 1;
+        self.offset = dirent.off;
+        self.entries.push((String::from_utf8_lossy(name).into(), entry.copied().unwrap_or_default()));
+    }
+}
+
+#[test]
+fn names_stay_in_their_directory() {
+    let s = plain();
+    s.put("f", b"");
+    symlink("/etc", s.dir.path().join("out")).unwrap();
+    for bad in [c"", c".", c"..", c"a/b", c"/etc", c"../x"] {
+        assert_eq!(s.lookup(bad).err(), Some(Errno::INVAL), "{bad:?}");
+        assert_eq!(s.fs.mkdir(ROOT_ID, bad, 0o755, &me()).err(), Some(Errno::INVAL));
+        assert_eq!(s.fs.unlink(ROOT_ID, bad), Err(Errno::INVAL));
+        assert_eq!(s.fs.rename(ROOT_ID, c"f", ROOT_ID, bad, 0), Err(Errno::INVAL));
+    }
+    let out = s.lookup(c"out").unwrap();
+    assert_eq!(out.attr.mode & libc::S_IFMT, libc::S_IFLNK);
+    assert_eq!(s.fs.lookup(out.nodeid, c"passwd").err(), Some(Errno::NOTDIR));
+    assert_eq!(s.fs.opendir(out.nodeid, 0).err(), Some(Errno::NOTDIR));
+    assert_eq!(s.fs.open(out.nodeid, &OpenIn::default()).err(), Some(Errno::BADF));
+    let mut target = Vec::new();
+    s.fs.readlink(out.nodeid, &mut target).unwrap();
+    assert_eq!(target, b"/etc");
+}
+
+#[test]
+fn a_nodeid_lives_as_long_as_its_lookups() {
+    let s = plain();
+    s.put("f", b"x");
+    let first = s.lookup(c"f").unwrap();
+    assert_eq!(s.lookup(c"f").unwrap().nodeid, first.nodeid);
+    s.fs.forget(first.nodeid, 1);
+    s.fs.getattr(first.nodeid, None).unwrap();
+    s.fs.forget(first.nodeid, 1);
+    assert_eq!(s.fs.getattr(first.nodeid, None).err(), Some(Errno::STALE));
+    assert_eq!(s.fs.known_inodes(), 1);
+    assert_ne!(s.lookup(c"f").unwrap().nodeid, first.nodeid);
+    s.fs.forget(ROOT_ID, u64::MAX);
+    s.fs.forget(12345, 1);
+    s.fs.getattr(ROOT_ID, None).unwrap();
+}
+
+#[test]
+fn a_deleted_files_number_is_not_its_successors_nodeid() {
+    for inode_file_handles in [FileHandles::Never, FileHandles::Prefer] {
+        let s = share(Config { inode_file_handles, ..Default::default() });
+        let mut seen = std::collections::HashMap::new();
+        for round in 0..200 {
+            s.put("f", b"x");
+            let entry = s.lookup(c"f").unwrap();
+            if let Some(before) = seen.insert(entry.nodeid, round) {
+                panic!("{inode_file_handles:?}: round {round} has the nodeid of round {before}");
+            }
+            fs::remove_file(s.dir.path().join("f")).unwrap();
+        }
+    }
+}
+
+#[test]
+fn data_is_read_and_written_at_its_offset() {
+    let s = plain();
+    s.put("f", b"0123456789");
+    let (node, fh) = s.open(c"f", libc::O_RDWR);
+    assert_eq!(s.read(node, fh, 2, 5).unwrap(), b"23456");
+    assert_eq!(s.read(node, fh, 8, 50).unwrap(), b"89");
+    assert_eq!(s.read(node, fh, 50, 5).unwrap(), b"");
+    assert_eq!(s.write(node, fh, 9, b"abc", 0, 0), Ok(3));
+    assert_eq!(s.host("f"), b"012345678abc");
+    assert_eq!(s.read(node, fh, u64::MAX, 5).err(), Some(Errno::INVAL));
+    assert_eq!(s.read(node + 1, fh, 0, 5).err(), Some(Errno::BADF));
+    assert_eq!(s.read(node, fh + 1, 0, 5).err(), Some(Errno::BADF));
+    let release = ReleaseIn { fh, ..Default::default() };
+    s.fs.release(node, &release).unwrap();
+    assert_eq!(s.fs.release(node, &release), Err(Errno::BADF));
+    assert_eq!(s.read(node, fh, 0, 5).err(), Some(Errno::BADF));
+}
+
+#[test]
+fn appends_go_to_the_hosts_end_and_page_writeback_does_not() {
+    let s = plain();
+    s.put("f", b"old");
+    let (node, fh) = s.open(c"f", libc::O_WRONLY | libc::O_APPEND);
+    s.put("f", b"longer");
+    assert_eq!(s.write(node, fh, 3, b"+", 0, libc::O_APPEND), Ok(1));
+    assert_eq!(s.host("f"), b"longer+");
+    assert_eq!(s.write(node, fh, 0, b"L", WRITE_CACHE, libc::O_APPEND), Ok(1));
+    assert_eq!(s.host("f"), b"Longer+");
+}
+
+#[test]
+fn create_opens_what_is_there_unless_exclusive() {
+    let s = plain();
+    let create = |flags: i32| {
+        let create = CreateIn { flags: flags as u32, mode: 0o640, ..Default::default() };
+        s.fs.create(ROOT_ID, c"f", &create, &me())
+    };
+    let (entry, open) = create(libc::O_RDWR | libc::O_EXCL).unwrap();
+    assert_eq!(entry.attr.mode, libc::S_IFREG | 0o640);
+    s.write(entry.nodeid, open.fh, 0, b"data", 0, 0).unwrap();
+    assert_eq!(create(libc::O_RDWR | libc::O_EXCL).err(), Some(Errno::EXIST));
+    let (again, _) = create(libc::O_RDWR).unwrap();
+    assert_eq!(again.nodeid, entry.nodeid);
+    assert_eq!(s.host("f"), b"data");
+    create(libc::O_RDWR | libc::O_TRUNC).unwrap();
+    assert_eq!(s.host("f"), b"");
+    symlink("/etc/passwd", s.dir.path().join("l")).unwrap();
+    let link = s.fs.create(ROOT_ID, c"l", &CreateIn { flags: libc::O_RDWR as u32, ..Default::default() }, &me());
+    assert_eq!(link.err(), Some(Errno::BADF));
+}
+
+#[test]
+fn special_files_are_not_opened() {
+    let s = plain();
+    let fifo = s.fs.mknod(ROOT_ID, c"p", libc::S_IFIFO | 0o600, 0, &me()).unwrap();
+    assert!(fs::symlink_metadata(s.dir.path().join("p")).unwrap().file_type().is_fifo());
+    assert_eq!(s.fs.open(fifo.nodeid, &OpenIn { flags: libc::O_RDWR as u32, open_flags: 0 }).err(), Some(Errno::BADF));
+}
+
+#[test]
+fn readdirplus_opens_nothing_and_its_inodes_open_at_need() {
+    let s = plain();
+    for n in 0..100 {
+        s.put(&format!("f{n}"), b"data");
+    }
+    let before = s.descriptors();
+    let all = s.list_plus();
+    assert_eq!(all.len(), 102);
+    assert_eq!(s.descriptors(), before);
+    let node = |name: &str| all.iter().find(|(n, _)| n == name).unwrap().1.nodeid;
+    assert_eq!((node("."), node("..")), (0, 0));
+    assert_eq!(s.fs.getattr(node("f7"), None).unwrap().attr.size, 4);
+    assert_eq!(s.descriptors(), before + 1);
+
+    // Renamed and removed by the guest: still the same files.
+    s.fs.rename(ROOT_ID, c"f1", ROOT_ID, c"g1", 0).unwrap();
+    s.fs.getattr(node("f1"), None).unwrap();
+    s.fs.unlink(ROOT_ID, c"f2").unwrap();
+    assert_eq!(s.fs.getattr(node("f2"), None).unwrap().attr.nlink, 0);
+
+    // Replaced and removed by the host: stale, and never another file.
+    fs::remove_file(s.dir.path().join("f3")).unwrap();
+    s.put("f3", b"other");
+    assert_eq!(s.fs.getattr(node("f3"), None).err(), Some(Errno::STALE));
+    assert_ne!(s.lookup(c"f3").unwrap().nodeid, node("f3"));
+    fs::remove_file(s.dir.path().join("f4")).unwrap();
+    assert_eq!(s.fs.getattr(node("f4"), None).err(), Some(Errno::STALE));
+
+    // Found again under its new name.
+    fs::rename(s.dir.path().join("f5"), s.dir.path().join("h5")).unwrap();
+    assert_eq!(s.fs.getattr(node("f5"), None).err(), Some(Errno::STALE));
+    assert_eq!(s.lookup(c"h5").unwrap().nodeid, node("f5"));
+    s.fs.getattr(node("f5"), None).unwrap();
+}
+
+#[test]
+fn listing_goes_on_where_it_was_left() {
+    let s = plain();
+    for n in 0..50 {
+        s.put(&format!("f{n}"), b"");
+    }
+    let fh = s.fs.opendir(ROOT_ID, 0).unwrap().fh;
+    let list = |offset, room| {
+        let mut list = List { room, ..Default::default() };
+        s.fs.readdir(ROOT_ID, fh, offset, &mut list).unwrap();
+        list
+    };
+    let all = list(0, 100);
+    assert_eq!(all.entries.len(), 52);
+    let part = list(0, 10);
+    let rest = list(part.offset, 100);
+    let names = |l: &List| l.entries.iter().map(|(n, _)| n.clone()).collect::<Vec<_>>();
+    assert_eq!([names(&part), names(&rest)].concat(), names(&all));
+    assert!(list(all.offset, 100).entries.is_empty());
+    assert_eq!(s.fs.readdir(ROOT_ID, 999, 0, &mut List::default()), Err(Errno::BADF));
+}
+
+#[test]
+fn file_handles_hold_no_descriptors() {
+    if !root() {
+        return;
+    }
+    let s = share(Config { inode_file_handles: FileHandles::Mandatory, ..Default::default() });
+    for n in 0..50 {
+        s.put(&format!("f{n}"), b"data");
+    }
+    s.lookup(c"f0").unwrap();
+    let before = s.descriptors();
+    for n in 1..50 {
+        s.lookup(&CString::new(format!("f{n}")).unwrap()).unwrap();
+    }
+    assert_eq!(s.descriptors(), before);
+    let (node, fh) = s.open(c"f9", libc::O_RDONLY);
+    fs::rename(s.dir.path().join("f9"), s.dir.path().join("elsewhere")).unwrap();
+    assert_eq!(s.fs.getattr(node, None).unwrap().attr.size, 4);
+    assert_eq!(s.read(node, fh, 0, 9).unwrap(), b"data");
+    let node = s.lookup(c"f8").unwrap().nodeid;
+    fs::remove_file(s.dir.path().join("f8")).unwrap();
+    assert_eq!(s.fs.getattr(node, None).err(), Some(Errno::STALE));
+}
+
+#[test]
+fn attributes_are_set() {
+    let s = plain();
+    s.put("f", b"0123456789");
+    let node = s.lookup(c"f").unwrap().nodeid;
+    let set = |valid: SetattrValid, attr: SetattrIn| s.fs.setattr(node, &SetattrIn { valid: valid.bits(), ..attr });
+    let out = set(SetattrValid::MODE, SetattrIn { mode: 0o4711, ..Default::default() }).unwrap();
+    assert_eq!(out.attr.mode, libc::S_IFREG | 0o4711);
+    let out = set(SetattrValid::SIZE, SetattrIn { size: 3, ..Default::default() }).unwrap();
+    assert_eq!((out.attr.size, s.host("f")), (3, b"012".to_vec()));
+    let times = SetattrIn { atime: 5, atimensec: 6, mtime: 7, mtimensec: u32::MAX, ..Default::default() };
+    let out = set(SetattrValid::ATIME | SetattrValid::MTIME, times).unwrap();
+    assert_eq!((out.attr.atime, out.attr.atimensec, out.attr.mtime, out.attr.mtimensec), (5, 6, 7, 999_999_999));
+    assert!(set(SetattrValid::SIZE, SetattrIn { size: u64::MAX, ..Default::default() }).is_err());
+    let symlinked = s.fs.symlink(ROOT_ID, c"l", c"nowhere", &me()).unwrap();
+    let valid = (SetattrValid::ATIME | SetattrValid::ATIME_NOW).bits();
+    s.fs.setattr(symlinked.nodeid, &SetattrIn { valid, ..Default::default() }).unwrap();
+    assert!(s.fs.statx(node, None, 0, u32::MAX).unwrap().stat.btime.tv_sec > 0);
+    assert!(s.fs.statfs(node).unwrap().blocks > 0);
+}
+
+#[test]
+fn files_belong_to_who_made_them() {
+    if !root() {
+        return;
+    }
+    let s = plain();
+    let dir = s.dir.path();
+    fs::set_permissions(dir, fs::Permissions::from_mode(0o777)).unwrap();
+    s.fs.mkdir(ROOT_ID, c"d", 0o755, &Creator { uid: 1000, gid: 1001, ..ROOT }).unwrap();
+    let meta = fs::metadata(dir.join("d")).unwrap();
+    assert_eq!((meta.uid(), meta.gid()), (1000, 1001));
+    s.fs.mkdir(ROOT_ID, c"e", 0o755, &ROOT).unwrap();
+    assert_eq!(fs::metadata(dir.join("e")).unwrap().uid(), 0);
+
+    // Into a directory of a supplementary group's.
+    fs::create_dir(dir.join("g")).unwrap();
+    std::os::unix::fs::chown(dir.join("g"), Some(0), Some(50)).unwrap();
+    fs::set_permissions(dir.join("g"), fs::Permissions::from_mode(0o2770)).unwrap();
+    let g = s.lookup(c"g").unwrap().nodeid;
+    let by = Creator { uid: 1000, gid: 1001, ..ROOT };
+    assert_eq!(s.fs.mkdir(g, c"no", 0o755, &by).err(), Some(Errno::ACCESS));
+    let by = Creator { group: Some(50), ..by };
+    s.fs.mkdir(g, c"yes", 0o755, &by).unwrap();
+    assert_eq!(fs::metadata(dir.join("g/yes")).unwrap().gid(), 50);
+    s.fs.mkdir(g, c"root", 0o755, &ROOT).unwrap();
+
+    // A guest that does not say the group has checked it itself.
+    s.fs.init(InitFlags::empty()).unwrap();
+    s.fs.mkdir(g, c"trusted", 0o755, &Creator { uid: 1000, gid: 1001, ..ROOT }).unwrap();
+}
+
+#[test]
+fn ids_are_translated() {
+    if !root() {
+        return;
+    }
+    let map: IdMap = IdMap::new(&["map:0:1000:10".parse().unwrap(), "forbid-guest:500:10".parse().unwrap()]).unwrap();
+    let s = share(Config { uid_map: map.clone(), gid_map: map, ..Default::default() });
+    fs::set_permissions(s.dir.path(), fs::Permissions::from_mode(0o777)).unwrap();
+    let entry = s.fs.mkdir(ROOT_ID, c"d", 0o755, &ROOT).unwrap();
+    assert_eq!((entry.attr.uid, entry.attr.gid), (0, 0));
+    assert_eq!(fs::metadata(s.dir.path().join("d")).unwrap().uid(), 1000);
+    assert_eq!(s.fs.mkdir(ROOT_ID, c"e", 0o755, &Creator { uid: 505, ..ROOT }).err(), Some(Errno::PERM));
+}
+
+#[test]
+fn set_id_bits_go_when_the_guest_says_so() {
+    if !root() {
+        return;
+    }
+    let s = share(Config { killpriv_v2: true, ..Default::default() });
+    s.put("f", b"data");
+    let mode = || fs::metadata(s.dir.path().join("f")).unwrap().mode() & 0o7777;
+    let set = || fs::set_permissions(s.dir.path().join("f"), fs::Permissions::from_mode(0o6755)).unwrap();
+    let (node, fh) = s.open(c"f", libc::O_RDWR);
+    set();
+    s.write(node, fh, 0, b"x", 0, 0).unwrap();
+    assert_eq!(mode(), 0o6755);
+    s.write(node, fh, 0, b"x", WRITE_KILL_SUIDGID, 0).unwrap();
+    assert_eq!(mode(), 0o755);
+    set();
+    s.write(node, fh, 0, b"x", 0, 0).unwrap();
+    assert_eq!(mode(), 0o6755);
+    let valid = (SetattrValid::SIZE | SetattrValid::KILL_SUIDGID).bits();
+    s.fs.setattr(node, &SetattrIn { valid, size: 1, ..Default::default() }).unwrap();
+    assert_eq!(mode(), 0o755);
+    set();
+    s.fs.open(node, &OpenIn { flags: (libc::O_RDWR | libc::O_TRUNC) as u32, open_flags: OPEN_KILL_SUIDGID }).unwrap();
+    assert_eq!(mode(), 0o755);
+}
+
+#[test]
+fn a_read_only_share_is_not_written() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("f"), b"data").unwrap();
+    let config = Config { readonly: true, xattr: true, ..Default::default() };
+    let fs = PassthroughFs::new(open_root(dir.path()), proc_self_fd().unwrap(), config).unwrap();
+    fs.enter_thread();
+    fs.init(InitFlags::all()).unwrap();
+    let node = fs.lookup(ROOT_ID, c"f").unwrap().nodeid;
+    let by = me();
+    let open = |flags: i32| fs.open(node, &OpenIn { flags: flags as u32, open_flags: 0 }).map(|o| o.fh);
+    let fh = open(libc::O_RDONLY).unwrap();
+    let refused = [
+        open(libc::O_RDWR).map(drop),
+        open(libc::O_RDONLY | libc::O_TRUNC).map(drop),
+        fs.create(ROOT_ID, c"n", &CreateIn::default(), &by).map(drop),
+        fs.tmpfile(ROOT_ID, &CreateIn { flags: libc::O_RDWR as u32, ..Default::default() }, &by).map(drop),
+        fs.mkdir(ROOT_ID, c"n", 0o755, &by).map(drop),
+        fs.mknod(ROOT_ID, c"n", libc::S_IFIFO, 0, &by).map(drop),
+        fs.symlink(ROOT_ID, c"n", c"t", &by).map(drop),
+        fs.link(node, ROOT_ID, c"n").map(drop),
+        fs.rename(ROOT_ID, c"f", ROOT_ID, c"n", 0),
+        fs.unlink(ROOT_ID, c"f"),
+        fs.rmdir(ROOT_ID, c"f"),
+        fs.setattr(node, &SetattrIn::default()).map(drop),
+        fs.setxattr(node, c"user.x", b"", 0, false),
+        fs.removexattr(node, c"user.x"),
+        fs.fallocate(node, &FallocateIn { fh, length: 9, ..Default::default() }),
+        fs.access(node, 0, 0, 2),
+    ];
+    assert_eq!(refused, [Err(Errno::ROFS); 16]);
+}
+
+#[test]
+fn xattrs_are_mapped() {
+    let xattrmap = Some(":map::user.virtiofs.:".parse::<XattrMap>().unwrap());
+    let s = share(Config { xattr: true, xattrmap, ..Default::default() });
+    s.put("f", b"data");
+    let node = s.lookup(c"f").unwrap().nodeid;
+    match s.fs.setxattr(node, c"trusted.a", b"value", 0, false) {
+        Err(Errno::OPNOTSUPP) => return,
+        done => done.unwrap(),
+    }
+    let mut out = Vec::new();
+    assert_eq!(s.fs.getxattr(node, c"trusted.a", 0, &mut out), Ok(5));
+    assert_eq!(s.fs.getxattr(node, c"trusted.a", 4, &mut out), Err(Errno::RANGE));
+    s.fs.getxattr(node, c"trusted.a", 100, &mut out).unwrap();
+    assert_eq!(out, b"value");
+    s.fs.listxattr(node, 100, &mut out).unwrap();
+    assert_eq!(out, b"trusted.a\0");
+    assert_eq!(s.fs.listxattr(node, 0, &mut out), Ok(10));
+    assert_eq!(s.fs.listxattr(node, 9, &mut out), Err(Errno::RANGE));
+
+    // The kernel does not know that this is a file's capabilities.
+    s.fs.setxattr(node, c"security.capability", b"caps", 0, false).unwrap();
+    let (node, fh) = s.open(c"f", libc::O_RDWR);
+    s.write(node, fh, 0, b"x", 0, 0).unwrap();
+    assert_eq!(s.fs.getxattr(node, c"security.capability", 0, &mut out), Err(Errno::NODATA));
+    s.fs.removexattr(node, c"trusted.a").unwrap();
+    assert_eq!(plain().fs.getxattr(ROOT_ID, c"user.x", 0, &mut out), Err(Errno::NOSYS));
+}
+
+#[test]
+fn a_label_comes_with_the_file() {
+    let xattrmap = Some(":map:security.selinux:user.virtiofs.:".parse::<XattrMap>().unwrap());
+    let s = share(Config { xattr: true, xattrmap, security_label: Offer::Always, ..Default::default() });
+    let by = Creator { label: Some((c"security.selinux", b"a:b:c\0")), ..me() };
+    let dir = match s.fs.mkdir(ROOT_ID, c"d", 0o755, &by) {
+        Err(Errno::OPNOTSUPP) => return,
+        made => made.unwrap(),
+    };
+    let create = CreateIn { flags: libc::O_RDWR as u32, mode: 0o600, ..Default::default() };
+    let (file, _) = s.fs.create(ROOT_ID, c"f", &create, &by).unwrap();
+    let mut out = Vec::new();
+    for node in [dir.nodeid, file.nodeid] {
+        s.fs.getxattr(node, c"security.selinux", 100, &mut out).unwrap();
+        assert_eq!(out, b"a:b:c\0");
+    }
+    let bad = Creator { label: Some((c"user.virtiofs.x", b"v")), ..me() };
+    assert!(s.fs.mkdir(ROOT_ID, c"bad", 0o755, &bad).is_err());
+    assert!(s.fs.create(ROOT_ID, c"bad", &create, &bad).is_err());
+    assert_eq!(s.lookup(c"bad").err(), Some(Errno::NOENT));
+}
+
+fn lock(s: &Share, node: u64, fh: u64, owner: u64, kind: i32, flags: u32, wait: bool) -> Result<ControlFlow<LockWait>> {
+    let lk = FileLock { start: 0, end: i64::MAX as u64, kind: kind as u32, pid: 1 };
+    let unique = 1000 + owner;
+    s.fs.setlk(node, unique, &LkIn { fh, owner, lk, lk_flags: flags, padding: 0 }, wait)
+}
+
+#[test]
+fn locks_wait_off_the_queue_and_end() {
+    let s = share(Config { posix_lock: true, flock: true, ..Default::default() });
+    s.put("f", b"data");
+    for flags in [0, LK_FLOCK] {
+        let (node, a) = s.open(c"f", libc::O_RDWR);
+        let (_, b) = s.open(c"f", libc::O_RDWR);
+        let (_, c) = s.open(c"f", libc::O_RDWR);
+        assert!(lock(&s, node, a, 1, libc::F_WRLCK, flags, true).unwrap().is_continue());
+        assert_eq!(lock(&s, node, b, 2, libc::F_WRLCK, flags, false).err(), Some(Errno::AGAIN));
+        let waiting = |fh, owner| match lock(&s, node, fh, owner, libc::F_WRLCK, flags, true).unwrap() {
+            ControlFlow::Break(wait) => std::thread::spawn(wait),
+            ControlFlow::Continue(()) => panic!("the lock was free"),
+        };
+        let (second, third) = (waiting(b, 2), waiting(c, 3));
+        s.fs.getattr(node, None).unwrap();
+        s.fs.interrupt(1003);
+        assert_eq!(third.join().unwrap(), Err(Errno::INTR));
+        assert!(!second.is_finished());
+        assert!(lock(&s, node, a, 1, libc::F_UNLCK, flags, false).unwrap().is_continue());
+        assert_eq!(second.join().unwrap(), Ok(()));
+        assert_eq!(lock(&s, node, a, 1, libc::F_WRLCK, flags, false).err(), Some(Errno::AGAIN));
+
+        // The close drops the lock.
+        s.fs.flush(node, b, 2).unwrap();
+        s.fs.release(node, &ReleaseIn { fh: b, ..Default::default() }).unwrap();
+        assert!(lock(&s, node, a, 1, libc::F_WRLCK, flags, false).is_ok());
+
+        // The end of the session ends waits and locks.
+        let waiting = waiting(c, 4);
+        s.fs.destroy();
+        assert_eq!(waiting.join().unwrap(), Err(Errno::INTR));
+    }
+}
+
+#[test]
+fn lock_ranges() {
+    let s = share(Config { posix_lock: true, ..Default::default() });
+    s.put("f", b"data");
+    let (node, fh) = s.open(c"f", libc::O_RDWR);
+    let lk = |start, end, kind: i32| FileLock { start, end, kind: kind as u32, pid: 1 };
+    let set = |owner, lk| s.fs.setlk(node, 0, &LkIn { fh, owner, lk, ..Default::default() }, false).map(drop);
+    set(1, lk(10, 19, libc::F_WRLCK)).unwrap();
+    assert_eq!(set(2, lk(19, 19, libc::F_RDLCK)), Err(Errno::AGAIN));
+    set(2, lk(20, i64::MAX as u64, libc::F_RDLCK)).unwrap();
+    let get = |owner, lk| s.fs.getlk(node, &LkIn { fh, owner, lk, ..Default::default() }).map(|out| out.lk);
+    assert_eq!(get(3, lk(0, 15, libc::F_RDLCK)), Ok(FileLock { pid: 0, ..lk(10, 19, libc::F_WRLCK) }));
+    assert_eq!(get(3, lk(30, 40, libc::F_WRLCK)).unwrap().end, i64::MAX as u64);
+    assert_eq!(get(3, lk(0, 9, libc::F_WRLCK)).unwrap().kind, libc::F_UNLCK as u32);
+    for bad in [lk(9, 3, libc::F_RDLCK), lk(u64::MAX, 0, libc::F_RDLCK), lk(0, 1, 99)] {
+        assert_eq!(set(1, bad), Err(Errno::INVAL));
+    }
+}
+
+#[test]
+fn a_temporary_file_gets_a_name() {
+    let s = plain();
+    let create = CreateIn { flags: libc::O_RDWR as u32, mode: 0o600, ..Default::default() };
+    let (entry, open) = match s.fs.tmpfile(ROOT_ID, &create, &me()) {
+        Err(Errno::OPNOTSUPP) => return,
+        made => made.unwrap(),
+    };
+    s.write(entry.nodeid, open.fh, 0, b"data", 0, 0).unwrap();
+    assert_eq!(fs::read_dir(s.dir.path()).unwrap().count(), 0);
+    let linked = s.fs.link(entry.nodeid, ROOT_ID, c"named").unwrap();
+    assert_eq!(linked.nodeid, entry.nodeid);
+    assert_eq!(s.host("named"), b"data");
+}
+
+#[test]
+fn names_of_any_bytes_and_255_of_them() {
+    let s = plain();
+    let long = CString::new(vec![0xff; 255]).unwrap();
+    s.fs.mkdir(ROOT_ID, &long, 0o755, &me()).unwrap();
+    assert!(s.dir.path().join(std::ffi::OsStr::from_bytes(long.to_bytes())).is_dir());
+    let longer = CString::new(vec![b'a'; 256]).unwrap();
+    assert_eq!(s.fs.mkdir(ROOT_ID, &longer, 0o755, &me()).err(), Some(Errno::NAMETOOLONG));
+    assert_eq!(s.lookup(&longer).err(), Some(Errno::NAMETOOLONG));
+}

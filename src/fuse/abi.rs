@@ -1,0 +1,523 @@
+//! The FUSE wire format, protocol 7.45: structures, opcodes and flags of include/uapi/linux/fuse.h (Linux 7.2).
+//! All integers are of the guest's byte order, which is the host's. Nothing here has behaviour.
+
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+pub const KERNEL_VERSION: u32 = 7;
+/// The newest minor version known here.
+pub const KERNEL_MINOR_VERSION: u32 = 45;
+/// The oldest minor version served: 7.27 is the first whose structures all have today's sizes.
+pub const MIN_MINOR_VERSION: u32 = 27;
+/// The nodeid of the shared directory.
+pub const ROOT_ID: u64 = 1;
+
+macro_rules! wire {
+    ($($(#[$doc:meta])* struct $name:ident { $($(#[$fdoc:meta])* $field:ident: $type:ty,)* })*) => {$(
+        $(#[$doc])*
+        #[repr(C)]
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+        pub struct $name { $($(#[$fdoc])* pub $field: $type,)* }
+    )*};
+}
+
+macro_rules! opcodes {
+    ($($name:ident = $value:literal,)*) => {
+        /// What a request asks for (enum fuse_opcode).
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[repr(u32)]
+        pub enum Opcode { $($name = $value,)* }
+
+        impl Opcode {
+            /// The opcode with this number, if there is one.
+            pub fn from_u32(value: u32) -> Option<Self> {
+                match value { $($value => Some(Self::$name),)* _ => None }
+            }
+        }
+    };
+}
+
+opcodes! {
+    Lookup = 1,
+    Forget = 2,
+    Getattr = 3,
+    Setattr = 4,
+    Readlink = 5,
+    Symlink = 6,
+    Mknod = 8,
+    Mkdir = 9,
+    Unlink = 10,
+    Rmdir = 11,
+    Rename = 12,
+    Link = 13,
+    Open = 14,
+    Read = 15,
+    Write = 16,
+    Statfs = 17,
+    Release = 18,
+    Fsync = 20,
+    Setxattr = 21,
+    Getxattr = 22,
+    Listxattr = 23,
+    Removexattr = 24,
+    Flush = 25,
+    Init = 26,
+    Opendir = 27,
+    Readdir = 28,
+    Releasedir = 29,
+    Fsyncdir = 30,
+    Getlk = 31,
+    Setlk = 32,
+    Setlkw = 33,
+    Access = 34,
+    Create = 35,
+    Interrupt = 36,
+    Bmap = 37,
+    Destroy = 38,
+    Ioctl = 39,
+    Poll = 40,
+    NotifyReply = 41,
+    BatchForget = 42,
+    Fallocate = 43,
+    Readdirplus = 44,
+    Rename2 = 45,
+    Lseek = 46,
+    CopyFileRange = 47,
+    Setupmapping = 48,
+    Removemapping = 49,
+    Syncfs = 50,
+    Tmpfile = 51,
+    Statx = 52,
+    CopyFileRange64 = 53,
+}
+
+bitflags::bitflags! {
+    /// FUSE_INIT flags: `flags` is the low half, `flags2` the high one.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct InitFlags: u64 {
+        const ASYNC_READ = 1 << 0;
+        const POSIX_LOCKS = 1 << 1;
+        const ATOMIC_O_TRUNC = 1 << 3;
+        const BIG_WRITES = 1 << 5;
+        const DONT_MASK = 1 << 6;
+        const FLOCK_LOCKS = 1 << 10;
+        const AUTO_INVAL_DATA = 1 << 12;
+        const DO_READDIRPLUS = 1 << 13;
+        const READDIRPLUS_AUTO = 1 << 14;
+        const ASYNC_DIO = 1 << 15;
+        const WRITEBACK_CACHE = 1 << 16;
+        const PARALLEL_DIROPS = 1 << 18;
+        const POSIX_ACL = 1 << 20;
+        const MAX_PAGES = 1 << 22;
+        const CACHE_SYMLINKS = 1 << 23;
+        const SUBMOUNTS = 1 << 27;
+        const HANDLE_KILLPRIV_V2 = 1 << 28;
+        const SETXATTR_EXT = 1 << 29;
+        const INIT_EXT = 1 << 30;
+        const SECURITY_CTX = 1 << 32;
+        const CREATE_SUPP_GROUP = 1 << 34;
+        const DIRECT_IO_ALLOW_MMAP = 1 << 36;
+        const ALLOW_IDMAP = 1 << 40;
+    }
+
+    /// Which fields SETATTR sets (FATTR_*).
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct SetattrValid: u32 {
+        const MODE = 1 << 0;
+        const UID = 1 << 1;
+        const GID = 1 << 2;
+        const SIZE = 1 << 3;
+        const ATIME = 1 << 4;
+        const MTIME = 1 << 5;
+        const FH = 1 << 6;
+        const ATIME_NOW = 1 << 7;
+        const MTIME_NOW = 1 << 8;
+        const LOCKOWNER = 1 << 9;
+        const CTIME = 1 << 10;
+        const KILL_SUIDGID = 1 << 11;
+    }
+
+    /// What OPEN tells the guest of the new handle (FOPEN_*).
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+    pub struct OpenFlags: u32 {
+        const DIRECT_IO = 1 << 0;
+        const KEEP_CACHE = 1 << 1;
+        const CACHE_DIR = 1 << 3;
+        const PARALLEL_DIRECT_WRITES = 1 << 6;
+    }
+}
+
+/// GETATTR: `fh` is valid.
+pub const GETATTR_FH: u32 = 1 << 0;
+/// OPEN, CREATE: clear the set-id bits, for O_TRUNC by a caller without CAP_FSETID.
+pub const OPEN_KILL_SUIDGID: u32 = 1 << 0;
+/// WRITE: written back from the page cache, by no caller in particular.
+pub const WRITE_CACHE: u32 = 1 << 0;
+/// WRITE: clear the set-id bits.
+pub const WRITE_KILL_SUIDGID: u32 = 1 << 2;
+/// SETXATTR: clear the set-group-id bit, for an ACL set by a caller outside of the file's group.
+pub const SETXATTR_ACL_KILL_SGID: u32 = 1 << 0;
+/// FSYNC: data only.
+pub const FSYNC_FDATASYNC: u32 = 1 << 0;
+/// RELEASE: drop the handle's flock lock.
+pub const RELEASE_FLOCK_UNLOCK: u32 = 1 << 1;
+/// SETLK: an flock(2) lock.
+pub const LK_FLOCK: u32 = 1 << 0;
+/// Attribute flag: the directory is a mount point.
+pub const ATTR_SUBMOUNT: u32 = 1 << 0;
+/// Extension types up to this number are counts of security contexts (FUSE_MAX_NR_SECCTX).
+pub const MAX_NR_SECCTX: u32 = 31;
+/// Extension type of supplementary groups (FUSE_EXT_GROUPS).
+pub const EXT_GROUPS: u32 = 32;
+
+wire! {
+    struct InHeader {
+        len: u32,
+        opcode: u32,
+        unique: u64,
+        nodeid: u64,
+        uid: u32,
+        gid: u32,
+        pid: u32,
+        /// Length of the extensions that end the request, in units of 8 bytes.
+        total_extlen: u16,
+        padding: u16,
+    }
+    struct OutHeader {
+        len: u32,
+        /// 0 or a negative errno.
+        error: i32,
+        unique: u64,
+    }
+    struct Attr {
+        ino: u64,
+        size: u64,
+        /// In units of 512 bytes.
+        blocks: u64,
+        atime: u64,
+        mtime: u64,
+        ctime: u64,
+        atimensec: u32,
+        mtimensec: u32,
+        ctimensec: u32,
+        mode: u32,
+        nlink: u32,
+        uid: u32,
+        gid: u32,
+        rdev: u32,
+        blksize: u32,
+        flags: u32,
+    }
+    struct EntryOut {
+        nodeid: u64,
+        generation: u64,
+        entry_valid: u64,
+        attr_valid: u64,
+        entry_valid_nsec: u32,
+        attr_valid_nsec: u32,
+        attr: Attr,
+    }
+    struct AttrOut {
+        attr_valid: u64,
+        attr_valid_nsec: u32,
+        dummy: u32,
+        attr: Attr,
+    }
+    struct SxTime {
+        tv_sec: i64,
+        tv_nsec: u32,
+        reserved: i32,
+    }
+    struct FuseStatx {
+        mask: u32,
+        blksize: u32,
+        attributes: u64,
+        nlink: u32,
+        uid: u32,
+        gid: u32,
+        mode: u16,
+        spare0: u16,
+        ino: u64,
+        size: u64,
+        blocks: u64,
+        attributes_mask: u64,
+        atime: SxTime,
+        btime: SxTime,
+        ctime: SxTime,
+        mtime: SxTime,
+        rdev_major: u32,
+        rdev_minor: u32,
+        dev_major: u32,
+        dev_minor: u32,
+        spare2: [u64; 14],
+    }
+    struct StatxIn {
+        getattr_flags: u32,
+        reserved: u32,
+        fh: u64,
+        sx_flags: u32,
+        sx_mask: u32,
+    }
+    struct StatxOut {
+        attr_valid: u64,
+        attr_valid_nsec: u32,
+        flags: u32,
+        spare: [u64; 2],
+        stat: FuseStatx,
+    }
+    struct StatfsOut {
+        blocks: u64,
+        bfree: u64,
+        bavail: u64,
+        files: u64,
+        ffree: u64,
+        bsize: u32,
+        namelen: u32,
+        frsize: u32,
+        padding: u32,
+        spare: [u32; 6],
+    }
+    struct ForgetIn {
+        nlookup: u64,
+    }
+    struct ForgetOne {
+        nodeid: u64,
+        nlookup: u64,
+    }
+    struct BatchForgetIn {
+        count: u32,
+        dummy: u32,
+    }
+    struct GetattrIn {
+        getattr_flags: u32,
+        dummy: u32,
+        fh: u64,
+    }
+    struct SetattrIn {
+        valid: u32,
+        padding: u32,
+        fh: u64,
+        size: u64,
+        lock_owner: u64,
+        atime: u64,
+        mtime: u64,
+        ctime: u64,
+        atimensec: u32,
+        mtimensec: u32,
+        ctimensec: u32,
+        mode: u32,
+        unused4: u32,
+        uid: u32,
+        gid: u32,
+        unused5: u32,
+    }
+    struct MknodIn {
+        mode: u32,
+        rdev: u32,
+        umask: u32,
+        padding: u32,
+    }
+    struct MkdirIn {
+        mode: u32,
+        umask: u32,
+    }
+    struct RenameIn {
+        newdir: u64,
+    }
+    struct Rename2In {
+        newdir: u64,
+        flags: u32,
+        padding: u32,
+    }
+    struct LinkIn {
+        oldnodeid: u64,
+    }
+    struct OpenIn {
+        flags: u32,
+        open_flags: u32,
+    }
+    struct CreateIn {
+        flags: u32,
+        mode: u32,
+        umask: u32,
+        open_flags: u32,
+    }
+    struct OpenOut {
+        fh: u64,
+        open_flags: u32,
+        backing_id: i32,
+    }
+    struct ReleaseIn {
+        fh: u64,
+        flags: u32,
+        release_flags: u32,
+        lock_owner: u64,
+    }
+    struct FlushIn {
+        fh: u64,
+        unused: u32,
+        padding: u32,
+        lock_owner: u64,
+    }
+    struct ReadIn {
+        fh: u64,
+        offset: u64,
+        size: u32,
+        read_flags: u32,
+        lock_owner: u64,
+        flags: u32,
+        padding: u32,
+    }
+    struct WriteIn {
+        fh: u64,
+        offset: u64,
+        size: u32,
+        write_flags: u32,
+        lock_owner: u64,
+        /// The file's flags in the guest, as they are now.
+        flags: u32,
+        padding: u32,
+    }
+    struct WriteOut {
+        size: u32,
+        padding: u32,
+    }
+    struct FsyncIn {
+        fh: u64,
+        fsync_flags: u32,
+        padding: u32,
+    }
+    struct SetxattrInCompat {
+        size: u32,
+        flags: u32,
+    }
+    struct SetxattrIn {
+        size: u32,
+        flags: u32,
+        setxattr_flags: u32,
+        padding: u32,
+    }
+    struct GetxattrIn {
+        size: u32,
+        padding: u32,
+    }
+    struct GetxattrOut {
+        size: u32,
+        padding: u32,
+    }
+    struct FileLock {
+        start: u64,
+        /// Inclusive.
+        end: u64,
+        kind: u32,
+        pid: u32,
+    }
+    struct LkIn {
+        fh: u64,
+        owner: u64,
+        lk: FileLock,
+        lk_flags: u32,
+        padding: u32,
+    }
+    struct LkOut {
+        lk: FileLock,
+    }
+    struct AccessIn {
+        mask: u32,
+        padding: u32,
+    }
+    /// Without `flags2`: what 7.27 to 7.35 send.
+    struct InitInCompat {
+        major: u32,
+        minor: u32,
+        max_readahead: u32,
+        flags: u32,
+    }
+    struct InitIn {
+        major: u32,
+        minor: u32,
+        max_readahead: u32,
+        flags: u32,
+        flags2: u32,
+        unused: [u32; 11],
+    }
+    struct InitOut {
+        major: u32,
+        minor: u32,
+        max_readahead: u32,
+        flags: u32,
+        max_background: u16,
+        congestion_threshold: u16,
+        max_write: u32,
+        /// In nanoseconds.
+        time_gran: u32,
+        max_pages: u16,
+        map_alignment: u16,
+        flags2: u32,
+        max_stack_depth: u32,
+        request_timeout: u16,
+        unused: [u16; 11],
+    }
+    struct InterruptIn {
+        unique: u64,
+    }
+    struct FallocateIn {
+        fh: u64,
+        offset: u64,
+        length: u64,
+        mode: u32,
+        padding: u32,
+    }
+    struct LseekIn {
+        fh: u64,
+        offset: u64,
+        whence: u32,
+        padding: u32,
+    }
+    struct LseekOut {
+        offset: u64,
+    }
+    struct CopyFileRangeIn {
+        fh_in: u64,
+        off_in: u64,
+        nodeid_out: u64,
+        fh_out: u64,
+        off_out: u64,
+        len: u64,
+        flags: u64,
+    }
+    struct CopyFileRangeOut {
+        bytes_copied: u64,
+    }
+    struct Dirent {
+        ino: u64,
+        /// The position behind this entry.
+        off: u64,
+        namelen: u32,
+        kind: u32,
+    }
+    struct SecctxHeader {
+        size: u32,
+        nr_secctx: u32,
+    }
+    struct Secctx {
+        size: u32,
+        padding: u32,
+    }
+    struct ExtHeader {
+        size: u32,
+        kind: u32,
+    }
+}
+
+const _: () = {
+    assert!(size_of::<InHeader>() == 40);
+    assert!(size_of::<Attr>() == 88);
+    assert!(size_of::<EntryOut>() == 128);
+    assert!(size_of::<FuseStatx>() == 256);
+    assert!(size_of::<StatxOut>() == 288);
+    assert!(size_of::<SetattrIn>() == 88);
+    assert!(size_of::<InitIn>() == 64);
+    assert!(size_of::<InitOut>() == 64);
+    assert!(size_of::<LkIn>() == 48);
+    assert!(size_of::<StatfsOut>() == 80);
+};

@@ -1,0 +1,361 @@
+//! The FUSE server: wire format ([`abi`]), guest buffers ([`buf`]), decoding ([`request`]), replies ([`reply`]), and
+//! the dispatch of each request to a [`FileSystem`](ops::FileSystem). Knows no file system.
+
+pub mod abi;
+pub mod buf;
+pub mod ops;
+mod reply;
+mod request;
+
+use std::ops::ControlFlow;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use rustix::io::Errno;
+use zerocopy::IntoBytes;
+
+use abi::*;
+use buf::IoVecs;
+use ops::*;
+use reply::Reply;
+use request::Request;
+
+/// Largest WRITE and READ that is offered, in bytes. The guest lowers it to what its virtqueue's descriptors carry
+/// (fs/fuse/virtio_fs.c, max_pages_limit), and a queue has 1024 of them, each a page.
+pub const MAX_WRITE: u32 = MAX_PAGES as u32 * 4096;
+const MAX_PAGES: u16 = 1024;
+
+/// Background requests that the guest may have under way. As many as a queue has descriptors: fewer would hold back
+/// readahead and asynchronous I/O, which the kernel counts against it.
+const MAX_BACKGROUND: u16 = 1024;
+
+/// A FUSE session over one device. Shared by all queue workers.
+pub struct Server<F> {
+    fs: F,
+    /// What INIT settled ([`InitFlags`]), or `CLOSED`.
+    session: AtomicU64,
+}
+
+/// No session: bit 63 is no flag that is ever claimed.
+const CLOSED: u64 = 1 << 63;
+
+/// What one worker reuses from request to request, so that the hot path allocates nothing.
+#[derive(Default)]
+pub struct Work {
+    /// The chain's device-readable slices, filled by the transport.
+    pub readable: IoVecs,
+    /// The chain's device-writable slices, filled by the transport.
+    pub writable: IoVecs,
+    args: Vec<u8>,
+    out: Vec<u8>,
+}
+
+/// A request that would wait: run it on another thread; it returns the whole reply, header included.
+pub type Deferred = Box<dyn FnOnce() -> Vec<u8> + Send>;
+
+/// What became of a request.
+pub enum Outcome {
+    /// A reply of so many bytes stands in the writable slices.
+    Replied(usize),
+    /// There is nothing to answer, or nowhere to answer to: return the chain with length 0.
+    Silent,
+    /// The reply comes later.
+    Deferred(Deferred),
+}
+
+/// How an operation ended that did not fail.
+enum Done {
+    Reply,
+    Silent,
+    Wait(LockWait),
+}
+
+impl<F: FileSystem> Server<F> {
+    pub fn new(fs: F) -> Self {
+        Self { fs, session: AtomicU64::new(CLOSED) }
+    }
+
+    /// Serves the request in `work`. Never panics, whatever the guest wrote.
+    pub fn handle(&self, work: &mut Work) -> Outcome {
+        self.fs.enter_thread();
+        let Work { readable, writable, args, out } = work;
+        let mut reply = Reply::new(writable, out);
+        let request = match Request::read(readable, args) {
+            Ok(request) => request,
+            Err((unique, errno)) => return reply.fail(unique, errno),
+        };
+        let unique = request.header.unique;
+        match self.dispatch(request, &mut reply) {
+            Ok(Done::Reply) => reply.finish(unique),
+            Ok(Done::Silent) => Outcome::Silent,
+            Ok(Done::Wait(wait)) => {
+                Outcome::Deferred(Box::new(move || header(unique, wait().err()).as_bytes().to_vec()))
+            }
+            Err(errno) => reply.fail(unique, errno),
+        }
+    }
+
+    /// Ends waiting requests with EINTR and forgets the session's state, for a device reset or a lost frontend.
+    pub fn reset(&self) {
+        self.session.store(CLOSED, Ordering::Release);
+        self.fs.destroy();
+    }
+
+    fn has(&self, flag: InitFlags) -> bool {
+        self.session.load(Ordering::Acquire) & flag.bits() != 0
+    }
+
+    fn dispatch(&self, mut request: Request, reply: &mut Reply) -> Result<Done> {
+        let header = request.header;
+        let opcode = Opcode::from_u32(header.opcode);
+        tracing::trace!(?opcode, raw = header.opcode, nodeid = header.nodeid, unique = header.unique, "request");
+        let opcode = opcode.ok_or(Errno::NOSYS)?;
+        if opcode == Opcode::Init {
+            return self.init(&mut request, reply);
+        }
+        if self.session.load(Ordering::Acquire) == CLOSED {
+            return match opcode {
+                Opcode::Forget | Opcode::BatchForget | Opcode::Interrupt | Opcode::Destroy => Ok(Done::Silent),
+                _ => Err(Errno::IO),
+            };
+        }
+        self.serve(opcode, &mut request, reply)
+    }
+
+    fn init(&self, request: &mut Request, reply: &mut Reply) -> Result<Done> {
+        let compat: InitInCompat = request.take()?;
+        if compat.major > KERNEL_VERSION {
+            // The guest sends INIT again with the version that it is told.
+            reply.put(&InitOut { major: KERNEL_VERSION, minor: KERNEL_MINOR_VERSION, ..Default::default() })?;
+            return Ok(Done::Reply);
+        }
+        if compat.major < KERNEL_VERSION || compat.minor < MIN_MINOR_VERSION {
+            tracing::error!(
+                "the guest speaks FUSE {}.{}, older than 7.{MIN_MINOR_VERSION}: use a newer guest kernel (5.0 or later)",
+                compat.major,
+                compat.minor
+            );
+            return Err(Errno::PROTO);
+        }
+        let mut offered = u64::from(compat.flags);
+        if offered & InitFlags::INIT_EXT.bits() != 0 {
+            offered |= u64::from(request.take::<u32>()?) << 32;
+        }
+        // A guest that did not say DESTROY, such as one that was reset, begins anew.
+        self.fs.destroy();
+        let session = self.fs.init(InitFlags::from_bits_truncate(offered))?;
+        let flags = session.flags.bits();
+        tracing::debug!(minor = compat.minor, flags = ?session.flags, "session");
+        self.session.store(flags, Ordering::Release);
+        reply.put(&InitOut {
+            major: KERNEL_VERSION,
+            minor: KERNEL_MINOR_VERSION.min(compat.minor),
+            max_readahead: compat.max_readahead,
+            flags: flags as u32,
+            max_background: MAX_BACKGROUND,
+            congestion_threshold: MAX_BACKGROUND / 4 * 3,
+            max_write: MAX_WRITE,
+            time_gran: 1,
+            max_pages: MAX_PAGES,
+            flags2: (flags >> 32) as u32,
+            ..Default::default()
+        })?;
+        Ok(Done::Reply)
+    }
+
+    fn serve(&self, opcode: Opcode, request: &mut Request, reply: &mut Reply) -> Result<Done> {
+        let fs = &self.fs;
+        let node = request.header.nodeid;
+        match opcode {
+            Opcode::Lookup => reply.put(&fs.lookup(node, request.name()?)?)?,
+            Opcode::Getattr => {
+                let args: GetattrIn = request.take()?;
+                reply.put(&fs.getattr(node, (args.getattr_flags & GETATTR_FH != 0).then_some(args.fh))?)?
+            }
+            Opcode::Read => {
+                let args: ReadIn = request.take()?;
+                reply.fill(args.size as usize, |to| fs.read(node, &args, to))?
+            }
+            Opcode::Write => {
+                let args: WriteIn = request.take()?;
+                let from = request.data(args.size as usize)?;
+                let size = fs.write(node, &args, &from)? as u32;
+                reply.put(&WriteOut { size, padding: 0 })?
+            }
+            Opcode::Open => reply.put(&fs.open(node, &request.take()?)?)?,
+            Opcode::Flush => {
+                let args: FlushIn = request.take()?;
+                fs.flush(node, args.fh, args.lock_owner)?
+            }
+            Opcode::Release => fs.release(node, &request.take()?)?,
+            Opcode::Forget => return self.forget(request),
+            Opcode::BatchForget => return self.batch_forget(request),
+            Opcode::Setattr => reply.put(&fs.setattr(node, &request.take()?)?)?,
+            Opcode::Statx => {
+                let args: StatxIn = request.take()?;
+                let fh = (args.getattr_flags & GETATTR_FH != 0).then_some(args.fh);
+                reply.put(&fs.statx(node, fh, args.sx_flags, args.sx_mask)?)?
+            }
+            Opcode::Readlink => reply.collect(|to| fs.readlink(node, to))?,
+            Opcode::Symlink => {
+                let (name, target) = (request.name()?, request.name()?);
+                reply.put(&fs.symlink(node, name, target, &request.creator(0)?)?)?
+            }
+            Opcode::Mknod => {
+                let args: MknodIn = request.take()?;
+                let name = request.name()?;
+                let by = request.creator(self.umask(args.umask))?;
+                reply.put(&fs.mknod(node, name, args.mode, args.rdev, &by)?)?
+            }
+            Opcode::Mkdir => {
+                let args: MkdirIn = request.take()?;
+                let name = request.name()?;
+                reply.put(&fs.mkdir(node, name, args.mode, &request.creator(self.umask(args.umask))?)?)?
+            }
+            Opcode::Unlink => fs.unlink(node, request.name()?)?,
+            Opcode::Rmdir => fs.rmdir(node, request.name()?)?,
+            Opcode::Rename => {
+                let args: RenameIn = request.take()?;
+                fs.rename(node, request.name()?, args.newdir, request.name()?, 0)?
+            }
+            Opcode::Rename2 => {
+                let args: Rename2In = request.take()?;
+                fs.rename(node, request.name()?, args.newdir, request.name()?, args.flags)?
+            }
+            Opcode::Link => {
+                let args: LinkIn = request.take()?;
+                reply.put(&fs.link(args.oldnodeid, node, request.name()?)?)?
+            }
+            Opcode::Create | Opcode::Tmpfile => {
+                let args: CreateIn = request.take()?;
+                let name = request.name()?;
+                let by = request.creator(self.umask(args.umask))?;
+                let (entry, open) = match opcode {
+                    Opcode::Create => fs.create(node, name, &args, &by)?,
+                    _ => fs.tmpfile(node, &args, &by)?,
+                };
+                reply.put(&entry)?;
+                reply.put(&open)?
+            }
+            Opcode::Statfs => reply.put(&fs.statfs(node)?)?,
+            Opcode::Access => {
+                let args: AccessIn = request.take()?;
+                fs.access(node, request.header.uid, request.header.gid, args.mask)?
+            }
+            Opcode::Fsync => {
+                let args: FsyncIn = request.take()?;
+                fs.fsync(node, args.fh, args.fsync_flags & FSYNC_FDATASYNC != 0)?
+            }
+            Opcode::Fallocate => fs.fallocate(node, &request.take()?)?,
+            Opcode::Lseek => {
+                let args: LseekIn = request.take()?;
+                reply.put(&LseekOut { offset: fs.lseek(node, args.fh, args.offset, args.whence)? })?
+            }
+            Opcode::CopyFileRange => {
+                // The reply counts in 32 bits.
+                let mut args: CopyFileRangeIn = request.take()?;
+                args.len = args.len.min(u64::from(u32::MAX >> 1));
+                let size = fs.copy_file_range(node, &args)? as u32;
+                reply.put(&WriteOut { size, padding: 0 })?
+            }
+            Opcode::CopyFileRange64 => {
+                let bytes_copied = fs.copy_file_range(node, &request.take()?)? as u64;
+                reply.put(&CopyFileRangeOut { bytes_copied })?
+            }
+            Opcode::Syncfs => fs.syncfs(node)?,
+            Opcode::Opendir => {
+                let args: OpenIn = request.take()?;
+                reply.put(&fs.opendir(node, args.flags)?)?
+            }
+            Opcode::Readdir | Opcode::Readdirplus => {
+                let args: ReadIn = request.take()?;
+                let plus = opcode == Opcode::Readdirplus;
+                reply.entries(args.size as usize, plus, |sink| match plus {
+                    true => fs.readdirplus(node, args.fh, args.offset, sink),
+                    false => fs.readdir(node, args.fh, args.offset, sink),
+                })?
+            }
+            Opcode::Releasedir => {
+                let args: ReleaseIn = request.take()?;
+                fs.releasedir(node, args.fh)?
+            }
+            Opcode::Fsyncdir => {
+                let args: FsyncIn = request.take()?;
+                fs.fsyncdir(node, args.fh, args.fsync_flags & FSYNC_FDATASYNC != 0)?
+            }
+            Opcode::Setxattr => self.setxattr(request)?,
+            Opcode::Getxattr => {
+                let args: GetxattrIn = request.take()?;
+                let name = request.name()?;
+                reply.sized(args.size, |size, to| fs.getxattr(node, name, size, to))?
+            }
+            Opcode::Listxattr => {
+                let args: GetxattrIn = request.take()?;
+                reply.sized(args.size, |size, to| fs.listxattr(node, size, to))?
+            }
+            Opcode::Removexattr => fs.removexattr(node, request.name()?)?,
+            Opcode::Getlk => reply.put(&fs.getlk(node, &request.take()?)?)?,
+            Opcode::Setlk | Opcode::Setlkw => {
+                let wait = opcode == Opcode::Setlkw;
+                if let ControlFlow::Break(wait) = fs.setlk(node, request.header.unique, &request.take()?, wait)? {
+                    return Ok(Done::Wait(wait));
+                }
+            }
+            Opcode::Interrupt => {
+                let args: InterruptIn = request.take()?;
+                fs.interrupt(args.unique);
+                return Ok(Done::Silent);
+            }
+            Opcode::Destroy => self.reset(),
+            // The kernel answers these by itself once it has seen ENOSYS: POLL with "always ready", BMAP with EINVAL,
+            // IOCTL with ENOTTY. The others are not for a device without a DAX window or notifications.
+            Opcode::Poll
+            | Opcode::Bmap
+            | Opcode::Ioctl
+            | Opcode::Setupmapping
+            | Opcode::Removemapping
+            | Opcode::NotifyReply
+            | Opcode::Init => return Err(Errno::NOSYS),
+        }
+        Ok(Done::Reply)
+    }
+
+    /// The guest's kernel has applied the umask unless DONT_MASK was settled.
+    fn umask(&self, umask: u32) -> u32 {
+        if self.has(InitFlags::DONT_MASK) { umask & 0o777 } else { 0 }
+    }
+
+    fn forget(&self, request: &mut Request) -> Result<Done> {
+        if let Ok(args) = request.take::<ForgetIn>() {
+            self.fs.forget(request.header.nodeid, args.nlookup);
+        }
+        Ok(Done::Silent)
+    }
+
+    fn batch_forget(&self, request: &mut Request) -> Result<Done> {
+        let Ok(args) = request.take::<BatchForgetIn>() else { return Ok(Done::Silent) };
+        for _ in 0..args.count {
+            let Ok(one) = request.take::<ForgetOne>() else { break };
+            self.fs.forget(one.nodeid, one.nlookup);
+        }
+        Ok(Done::Silent)
+    }
+
+    fn setxattr(&self, request: &mut Request) -> Result<()> {
+        let (size, flags, ext) = if self.has(InitFlags::SETXATTR_EXT) {
+            let args: SetxattrIn = request.take()?;
+            (args.size, args.flags, args.setxattr_flags)
+        } else {
+            let args: SetxattrInCompat = request.take()?;
+            (args.size, args.flags, 0)
+        };
+        let name = request.name()?;
+        let value = request.bytes(size as usize)?;
+        self.fs.setxattr(request.header.nodeid, name, value, flags, ext & SETXATTR_ACL_KILL_SGID != 0)
+    }
+}
+
+/// The reply without a body: to success, or to `errno`.
+fn header(unique: u64, errno: Option<Errno>) -> OutHeader {
+    let error = errno.map_or(0, |e| -e.raw_os_error());
+    OutHeader { len: size_of::<OutHeader>() as u32, error, unique }
+}

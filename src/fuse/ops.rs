@@ -1,0 +1,117 @@
+//! What a file system does for the server, a trait for each concern. Errors are errnos; they reach the guest as they are.
+
+use std::ffi::CStr;
+use std::ops::ControlFlow;
+
+use rustix::io::Errno;
+
+use super::abi::*;
+use super::buf::IoRange;
+
+pub type Result<T> = std::result::Result<T, Errno>;
+
+/// Who creates something, and how.
+pub struct Creator<'a> {
+    /// Owner of the new file, as the guest counts.
+    pub uid: u32,
+    pub gid: u32,
+    /// To be applied unless the directory has a default ACL; 0 where the guest has applied it.
+    pub umask: u32,
+    /// A supplementary group of the caller that the directory belongs to.
+    pub group: Option<u32>,
+    /// Security context: xattr name and value.
+    pub label: Option<(&'a CStr, &'a [u8])>,
+}
+
+/// What INIT settled.
+#[derive(Clone, Copy, Debug)]
+pub struct Session {
+    pub flags: InitFlags,
+}
+
+/// A lock that is not free: waits for it on the calling thread.
+pub type LockWait = Box<dyn FnOnce() -> Result<()> + Send>;
+
+/// Takes directory entries until the reply is full.
+pub trait DirSink {
+    /// Whether an entry with so long a name still fits.
+    fn fits(&self, namelen: usize) -> bool;
+    /// Adds an entry that fits. `entry` is for READDIRPLUS.
+    fn push(&mut self, dirent: Dirent, name: &[u8], entry: Option<&EntryOut>);
+}
+
+/// The session and its threads.
+pub trait Control: Send + Sync + 'static {
+    /// Prepares the calling thread; called before each request and cheap after the first.
+    fn enter_thread(&self);
+    /// Chooses from the flags that the guest offers, or refuses the session.
+    fn init(&self, offered: InitFlags) -> Result<Session>;
+    /// Forgets every nodeid and handle and ends waiting locks with EINTR.
+    fn destroy(&self);
+    /// Ends the waiting lock of this request, if it is one, with EINTR.
+    fn interrupt(&self, unique: u64);
+}
+
+pub trait Attrs {
+    fn getattr(&self, node: u64, fh: Option<u64>) -> Result<AttrOut>;
+    fn setattr(&self, node: u64, attr: &SetattrIn) -> Result<AttrOut>;
+    fn statx(&self, node: u64, fh: Option<u64>, flags: u32, mask: u32) -> Result<StatxOut>;
+    fn statfs(&self, node: u64) -> Result<StatfsOut>;
+    fn access(&self, node: u64, uid: u32, gid: u32, mask: u32) -> Result<()>;
+}
+
+/// Each entry that is returned counts as one lookup of its nodeid.
+pub trait Names {
+    fn lookup(&self, parent: u64, name: &CStr) -> Result<EntryOut>;
+    fn forget(&self, node: u64, nlookup: u64);
+    /// Writes the target to `to`, cut to its length.
+    fn readlink(&self, node: u64, to: &mut Vec<u8>) -> Result<()>;
+    fn symlink(&self, parent: u64, name: &CStr, target: &CStr, by: &Creator) -> Result<EntryOut>;
+    fn mknod(&self, parent: u64, name: &CStr, mode: u32, rdev: u32, by: &Creator) -> Result<EntryOut>;
+    fn mkdir(&self, parent: u64, name: &CStr, mode: u32, by: &Creator) -> Result<EntryOut>;
+    fn unlink(&self, parent: u64, name: &CStr) -> Result<()>;
+    fn rmdir(&self, parent: u64, name: &CStr) -> Result<()>;
+    fn rename(&self, parent: u64, name: &CStr, newparent: u64, newname: &CStr, flags: u32) -> Result<()>;
+    fn link(&self, node: u64, newparent: u64, newname: &CStr) -> Result<EntryOut>;
+}
+
+pub trait Files {
+    fn open(&self, node: u64, open: &OpenIn) -> Result<OpenOut>;
+    fn create(&self, parent: u64, name: &CStr, create: &CreateIn, by: &Creator) -> Result<(EntryOut, OpenOut)>;
+    fn tmpfile(&self, parent: u64, create: &CreateIn, by: &Creator) -> Result<(EntryOut, OpenOut)>;
+    fn read(&self, node: u64, read: &ReadIn, to: &IoRange) -> Result<usize>;
+    fn write(&self, node: u64, write: &WriteIn, from: &IoRange) -> Result<usize>;
+    fn flush(&self, node: u64, fh: u64, lock_owner: u64) -> Result<()>;
+    fn release(&self, node: u64, release: &ReleaseIn) -> Result<()>;
+    fn fsync(&self, node: u64, fh: u64, datasync: bool) -> Result<()>;
+    fn fallocate(&self, node: u64, args: &FallocateIn) -> Result<()>;
+    fn lseek(&self, node: u64, fh: u64, offset: u64, whence: u32) -> Result<u64>;
+    fn copy_file_range(&self, node: u64, args: &CopyFileRangeIn) -> Result<usize>;
+    fn syncfs(&self, node: u64) -> Result<()>;
+}
+
+pub trait Dirs {
+    fn opendir(&self, node: u64, flags: u32) -> Result<OpenOut>;
+    fn readdir(&self, node: u64, fh: u64, offset: u64, sink: &mut dyn DirSink) -> Result<()>;
+    fn readdirplus(&self, node: u64, fh: u64, offset: u64, sink: &mut dyn DirSink) -> Result<()>;
+    fn releasedir(&self, node: u64, fh: u64) -> Result<()>;
+    fn fsyncdir(&self, node: u64, fh: u64, datasync: bool) -> Result<()>;
+}
+
+pub trait Xattrs {
+    fn setxattr(&self, node: u64, name: &CStr, value: &[u8], flags: u32, kill_sgid: bool) -> Result<()>;
+    /// Writes the value to `to`, at most `size` bytes; a `size` of 0 asks for the length alone.
+    fn getxattr(&self, node: u64, name: &CStr, size: usize, to: &mut Vec<u8>) -> Result<usize>;
+    fn listxattr(&self, node: u64, size: usize, to: &mut Vec<u8>) -> Result<usize>;
+    fn removexattr(&self, node: u64, name: &CStr) -> Result<()>;
+}
+
+pub trait Locks {
+    fn getlk(&self, node: u64, lk: &LkIn) -> Result<LkOut>;
+    /// Takes or drops a lock. One that is not free gives EAGAIN, or with `wait` the way to wait for it.
+    fn setlk(&self, node: u64, unique: u64, lk: &LkIn, wait: bool) -> Result<ControlFlow<LockWait>>;
+}
+
+pub trait FileSystem: Control + Attrs + Names + Files + Dirs + Xattrs + Locks {}
+
+impl<T: Control + Attrs + Names + Files + Dirs + Xattrs + Locks> FileSystem for T {}

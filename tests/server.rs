@@ -1,0 +1,219 @@
+//! The FUSE server over a real directory, called without a virtqueue: what it allocates, and what it survives.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::os::fd::OwnedFd;
+
+use rustix::fs::{Mode, OFlags};
+use tempfile::TempDir;
+use thruway::fs::{Config, PassthroughFs, proc_self_fd};
+use thruway::fuse::abi::*;
+use thruway::fuse::{Outcome, Server, Work};
+use zerocopy::{FromBytes, IntoBytes};
+
+/// Counts the calling thread's allocations.
+struct Counting;
+
+thread_local!(static COUNT: Cell<usize> = const { Cell::new(0) });
+
+// SAFETY: all work is the system allocator's.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        COUNT.set(COUNT.get() + 1);
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(at, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+struct Guest {
+    server: Server<PassthroughFs>,
+    work: Work,
+    request: Vec<u8>,
+    reply: Vec<u8>,
+    dir: TempDir,
+}
+
+impl Guest {
+    fn new(config: Config) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let root: OwnedFd = rustix::fs::open(dir.path(), flags, Mode::empty()).unwrap();
+        let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), config).unwrap();
+        let work = Work::default();
+        let mut guest = Self { server: Server::new(fs), work, request: Vec::new(), reply: vec![0; 1 << 17], dir };
+        let init = InitIn { major: 7, minor: 45, flags: u32::MAX, flags2: u32::MAX, ..Default::default() };
+        guest.call(Opcode::Init, 0, &[init.as_bytes()]).unwrap();
+        guest
+    }
+
+    /// Sends raw bytes; the reply's length, if there is one.
+    fn raw(&mut self, room: usize) -> Option<usize> {
+        self.work.readable.clear();
+        self.work.writable.clear();
+        let at = self.request.len().min(40);
+        let (head, tail) = self.request.split_at_mut(at);
+        for part in [head, tail] {
+            // SAFETY: the buffers stay as they are until the request is served.
+            unsafe { self.work.readable.push(part.as_mut_ptr(), part.len()) };
+        }
+        // SAFETY: as above.
+        unsafe { self.work.writable.push(self.reply.as_mut_ptr(), room.min(self.reply.len())) };
+        match self.server.handle(&mut self.work) {
+            Outcome::Replied(n) => Some(n),
+            Outcome::Silent => None,
+            Outcome::Deferred(wait) => Some(wait().len()),
+        }
+    }
+
+    /// Sends a request: the reply's body, or the errno.
+    fn call(&mut self, opcode: Opcode, nodeid: u64, parts: &[&[u8]]) -> Result<&[u8], i32> {
+        self.request.clear();
+        let len = 40 + parts.iter().map(|p| p.len()).sum::<usize>();
+        let header = InHeader { len: len as u32, opcode: opcode as u32, unique: 9, nodeid, ..Default::default() };
+        self.request.extend_from_slice(header.as_bytes());
+        for part in parts {
+            self.request.extend_from_slice(part);
+        }
+        let n = self.raw(usize::MAX).unwrap();
+        let (header, body) = OutHeader::ref_from_prefix(&self.reply[..n]).unwrap();
+        assert_eq!((header.len as usize, header.unique), (n, 9));
+        if header.error == 0 { Ok(body) } else { Err(-header.error) }
+    }
+
+    fn lookup(&mut self, name: &[u8]) -> u64 {
+        EntryOut::read_from_prefix(self.call(Opcode::Lookup, ROOT_ID, &[name]).unwrap()).unwrap().0.nodeid
+    }
+}
+
+/// What a guest does all day.
+fn hot_path(guest: &mut Guest) {
+    let node = guest.lookup(b"file\0");
+    let open = OpenIn { flags: libc::O_RDWR as u32, open_flags: 0 };
+    let out = guest.call(Opcode::Open, node, &[open.as_bytes()]).unwrap();
+    let fh = OpenOut::read_from_prefix(out).unwrap().0.fh;
+    guest.call(Opcode::Getattr, node, &[GetattrIn::default().as_bytes()]).unwrap();
+    let read = ReadIn { fh, size: 4096, ..Default::default() };
+    assert_eq!(guest.call(Opcode::Read, node, &[read.as_bytes()]).unwrap().len(), 4096);
+    let write = WriteIn { fh, size: 5, ..Default::default() };
+    guest.call(Opcode::Write, node, &[write.as_bytes(), b"hello"]).unwrap();
+    guest.call(Opcode::Release, node, &[ReleaseIn { fh, ..Default::default() }.as_bytes()]).unwrap();
+}
+
+#[test]
+fn the_hot_path_allocates_nothing_once_warm() {
+    for inode_file_handles in [thruway::fs::FileHandles::Never, thruway::fs::FileHandles::Prefer] {
+        let mut guest = Guest::new(Config { inode_file_handles, ..Default::default() });
+        std::fs::write(guest.dir.path().join("file"), vec![7; 8192]).unwrap();
+        for _ in 0..3 {
+            hot_path(&mut guest);
+        }
+        let before = COUNT.get();
+        for _ in 0..100 {
+            hot_path(&mut guest);
+        }
+        assert_eq!(COUNT.get() - before, 0, "{inode_file_handles:?}");
+    }
+}
+
+#[test]
+fn an_old_or_foreign_guest_is_refused() {
+    let mut guest = Guest::new(Config::default());
+    let init = |major, minor| InitIn { major, minor, ..Default::default() };
+    assert_eq!(guest.call(Opcode::Init, 0, &[init(7, 26).as_bytes()]), Err(libc::EPROTO));
+    assert_eq!(guest.call(Opcode::Init, 0, &[init(6, 45).as_bytes()]), Err(libc::EPROTO));
+    let out = InitOut::read_from_bytes(guest.call(Opcode::Init, 0, &[init(8, 0).as_bytes()]).unwrap()).unwrap();
+    assert_eq!((out.major, out.minor), (7, 45));
+    let out = InitOut::read_from_bytes(guest.call(Opcode::Init, 0, &[init(7, 27).as_bytes()]).unwrap()).unwrap();
+    assert_eq!((out.major, out.minor, out.flags, out.flags2), (7, 27, 0, 0));
+    guest.call(Opcode::Destroy, 0, &[]).unwrap();
+    assert_eq!(guest.call(Opcode::Getattr, 1, &[GetattrIn::default().as_bytes()]), Err(libc::EIO));
+}
+
+#[test]
+fn unknown_requests_are_answered() {
+    let mut guest = Guest::new(Config::default());
+    for opcode in [Opcode::Poll, Opcode::Ioctl, Opcode::Bmap, Opcode::Setupmapping, Opcode::Removemapping] {
+        assert_eq!(guest.call(opcode, 1, &[&[0; 64]]), Err(libc::ENOSYS), "{opcode:?}");
+    }
+    assert_eq!(guest.call(Opcode::Getattr, 99, &[GetattrIn::default().as_bytes()]), Err(libc::ESTALE));
+    assert_eq!(guest.call(Opcode::Getattr, 1, &[]), Err(libc::EINVAL));
+    guest.request = InHeader { len: 40, opcode: 4242, unique: 3, nodeid: 1, ..Default::default() }.as_bytes().to_vec();
+    assert_eq!(guest.raw(100), Some(16));
+    assert_eq!(OutHeader::ref_from_prefix(&guest.reply).unwrap().0.error, -libc::ENOSYS);
+    assert_eq!(guest.raw(15), None);
+    assert_eq!(guest.raw(0), None);
+    guest.request.truncate(39);
+    assert_eq!(guest.raw(100), Some(16));
+}
+
+/// A small generator (xorshift64), so that a failure can be run again.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+
+    fn below(&mut self, n: u64) -> u64 {
+        self.next() % n
+    }
+
+    /// A number that is small, or near a border.
+    fn number(&mut self) -> u64 {
+        match self.below(8) {
+            0 => self.next(),
+            1 => u64::MAX - self.below(3),
+            2 => i64::MAX as u64 - self.below(3),
+            3 => 1 << 32 | self.below(8),
+            _ => self.below(20),
+        }
+    }
+}
+
+#[test]
+fn no_request_brings_the_server_down() {
+    let config = Config { xattr: true, posix_lock: true, flock: true, killpriv_v2: true, ..Default::default() };
+    let mut guest = Guest::new(config);
+    let mut random = Random(0x7468_7275_7761_7901);
+    for round in 0..60_000 {
+        // Waiting locks would wait for ever here, on this one thread; RESET and INIT end the session, so they are rare.
+        let opcode = match random.below(56) as u32 {
+            33 => 32,
+            26 | 38 if round % 100 != 0 => 1,
+            n => n,
+        };
+        let body_len = random.below(160) as usize;
+        let mut body: Vec<u8> = (0..body_len.div_ceil(8)).flat_map(|_| random.number().to_le_bytes()).collect();
+        body.truncate(body_len);
+        if random.below(2) == 0 {
+            body.extend(format!("n{}\0m{}\0", random.below(5), random.below(5)).bytes());
+        }
+        let len = if random.below(10) == 0 { random.number() as u32 } else { 40 + body.len() as u32 };
+        let total_extlen = random.below(3) as u16;
+        let nodeid = random.number();
+        let header = InHeader { len, opcode, unique: round, nodeid, total_extlen, ..Default::default() };
+        guest.request = [header.as_bytes(), &body].concat();
+        if random.below(20) == 0 {
+            let cut = random.below(guest.request.len() as u64) as usize;
+            guest.request.truncate(cut);
+        }
+        let room = if random.below(4) == 0 { random.below(200) as usize } else { 1 << 17 };
+        if let Some(n) = guest.raw(room) {
+            assert!((16..=room).contains(&n), "opcode {opcode} replied {n} bytes into {room}");
+        }
+    }
+    let init = InitIn { major: 7, minor: 45, ..Default::default() };
+    guest.call(Opcode::Init, 0, &[init.as_bytes()]).unwrap();
+    guest.call(Opcode::Getattr, 1, &[GetattrIn::default().as_bytes()]).unwrap();
+}
