@@ -1,6 +1,8 @@
 //! Thruway: a vhost-user device daemon for virtio-fs.
 //!
-//! Calls go one way: [`fuse`] (messages) → [`fs`] (the shared directory).
+//! Calls go one way: [`device`] (virtqueues) → [`fuse`] (messages) → [`fs`] (the shared directory).
 
+pub mod device;
+pub mod frontend;
 pub mod fs;
 pub mod fuse;

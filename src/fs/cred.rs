@@ -64,23 +64,26 @@ pub struct Identity {
 
 impl Identity {
     /// Acts as `uid`, `gid` and the supplementary `group`, with `umask`. The guest has checked its user's permission by
-    /// all its groups; where it can't say which one counts (`trust`), the thread overrides the host's check.
+    /// all its groups; where it can't say which one counts (`trust`), the thread overrides the host's check. The guest's
+    /// root is whoever the daemon is: an ordinary user's daemon could be no other.
     ///
     /// # Errors
     /// EPERM where the daemon may not act as that user.
-    pub fn take(uid: u32, gid: u32, group: Option<u32>, umask_bits: u32, trust: bool) -> Result<Self> {
+    pub fn take(uid: u32, gid: u32, group: Option<u32>, umask_bits: u32, mut trust: bool) -> Result<Self> {
         keep_setid(true);
         let (own_uid, own_gid) = OWN.get();
         let mut me = Self { uid: false, gid: false, groups: false, umask: false };
-        if let Some(group) = group.filter(|g| *g != gid && uid != own_uid) {
-            sys::setgroups(&[group])?;
-            me.groups = true;
+        let (other_uid, other_gid) = (uid != own_uid && uid != 0, gid != own_gid && gid != 0);
+        if let Some(group) = group.filter(|g| *g != gid && other_uid) {
+            me.groups = sys::setgroups(&[group]).is_ok();
+            // A user namespace may deny it.
+            trust |= !me.groups;
         }
-        if gid != own_gid {
+        if other_gid {
             sys::setegid(gid)?;
             me.gid = true;
         }
-        if uid != own_uid {
+        if other_uid {
             sys::seteuid(uid)?;
             me.uid = true;
             let caps = CAPS.get();

@@ -3,7 +3,6 @@
 use std::ffi::CStr;
 use std::os::fd::BorrowedFd;
 
-use parking_lot::Mutex;
 use rustix::fs::{OFlags, SeekFrom, fdatasync, fsync, seek};
 use rustix::io::Errno;
 use zerocopy::FromBytes;
@@ -67,7 +66,7 @@ impl PassthroughFs {
         mut each: impl FnMut(BorrowedFd, Dirent, &CStr) -> Result<bool>,
     ) -> Result<()> {
         let handle = self.handles.get(node, fh)?;
-        let mut dir = handle.dir.as_ref().ok_or(Errno::NOTDIR)?.lock();
+        let mut dir = handle.listing()?;
         dir.seek(handle.fd(), offset)?;
         loop {
             let Some((dirent, name, next)) = dir.peek()? else {
@@ -95,8 +94,7 @@ impl Dirs for PassthroughFs {
             CachePolicy::Auto | CachePolicy::Never => OpenFlags::empty(),
             CachePolicy::Always | CachePolicy::Metadata => OpenFlags::KEEP_CACHE | OpenFlags::CACHE_DIR,
         };
-        let dir = Some(Box::new(Mutex::new(DirState::default())));
-        let fh = self.handles.insert(Handle { file, node, dir })?;
+        let fh = self.handles.insert(Handle::dir(file, node))?;
         Ok(OpenOut { fh, open_flags: open_flags.bits(), backing_id: 0 })
     }
 

@@ -68,7 +68,7 @@ impl PassthroughFs {
             // The host's file system orders writes to one file by itself.
             CachePolicy::Never | CachePolicy::Metadata => OpenFlags::DIRECT_IO | OpenFlags::PARALLEL_DIRECT_WRITES,
         };
-        let fh = self.handles.insert(Handle { file, node, dir: None })?;
+        let fh = self.handles.insert(Handle::file(file, node))?;
         Ok(OpenOut { fh, open_flags: open_flags.bits(), backing_id: 0 })
     }
 
@@ -184,8 +184,13 @@ impl Files for PassthroughFs {
     }
 
     fn release(&self, node: u64, release: &ReleaseIn) -> Result<()> {
-        // The close drops the handle's flock lock too.
-        self.handles.remove(node, release.fh).map(drop)
+        // The close drops the handle's flock lock. Locks of the open file description (F_OFD_SETLK) have an owner that no
+        // FLUSH names; a process's own are gone by now.
+        let handle = self.handles.remove(node, release.fh)?;
+        for owner in handle.lock_owners() {
+            self.locks.drop_owner(node, owner);
+        }
+        Ok(())
     }
 
     fn fsync(&self, node: u64, fh: u64, datasync: bool) -> Result<()> {

@@ -3,21 +3,49 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::OnceLock;
 
-use parking_lot::{Mutex, RwLock, RwLockReadGuard};
+use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard};
 use rustix::io::Errno;
 
 use crate::fuse::ops::Result;
 
 /// An open file or directory.
 pub struct Handle {
-    pub file: OwnedFd,
+    file: OwnedFd,
     /// The nodeid that it was opened by.
     pub node: u64,
     /// For directories: where the listing is.
-    pub dir: Option<Box<Mutex<DirState>>>,
+    dir: Option<Box<Mutex<DirState>>>,
+    /// Owners of POSIX locks that were asked for through this handle.
+    lock_owners: Mutex<Vec<u64>>,
 }
 
 impl Handle {
+    pub fn file(file: OwnedFd, node: u64) -> Self {
+        Self { file, node, dir: None, lock_owners: Mutex::default() }
+    }
+
+    pub fn dir(file: OwnedFd, node: u64) -> Self {
+        Self { dir: Some(Box::default()), ..Self::file(file, node) }
+    }
+
+    /// # Errors
+    /// ENOTDIR where this is a file.
+    pub fn listing(&self) -> Result<MutexGuard<'_, DirState>> {
+        Ok(self.dir.as_ref().ok_or(Errno::NOTDIR)?.lock())
+    }
+
+    /// Notes an owner whose locks go with this handle.
+    pub fn locked_by(&self, owner: u64) {
+        let mut owners = self.lock_owners.lock();
+        if !owners.contains(&owner) {
+            owners.push(owner);
+        }
+    }
+
+    pub fn lock_owners(&self) -> Vec<u64> {
+        self.lock_owners.lock().clone()
+    }
+
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
     }
@@ -157,7 +185,7 @@ mod tests {
     use super::*;
 
     fn handle(node: u64) -> Handle {
-        Handle { file: std::fs::File::open("/dev/null").unwrap().into(), node, dir: None }
+        Handle::file(std::fs::File::open("/dev/null").unwrap().into(), node)
     }
 
     #[test]

@@ -163,6 +163,7 @@ impl LockOps for PassthroughFs {
         }
         let mut lock = posix_range(&lk.lk)?;
         let file = self.lock_file(node, lk.owner, &handle)?;
+        handle.locked_by(lk.owner);
         match sys::ofd_lock(file.as_fd(), libc::F_OFD_SETLK, &mut lock) {
             Err(Errno::AGAIN) if wait => {
                 let wait = move || sys::ofd_lock(file.as_fd(), libc::F_OFD_SETLKW, &mut lock);

@@ -547,6 +547,19 @@ fn locks_wait_off_the_queue_and_end() {
 }
 
 #[test]
+fn locks_of_the_open_file_go_with_it() {
+    let s = share(Config { posix_lock: true, ..Default::default() });
+    s.put("f", b"data");
+    let (node, a) = s.open(c"f", libc::O_RDWR);
+    let (_, b) = s.open(c"f", libc::O_RDWR);
+    assert!(lock(&s, node, a, 1, libc::F_WRLCK, 0, false).is_ok());
+    s.fs.flush(node, a, 99).unwrap();
+    assert_eq!(lock(&s, node, b, 2, libc::F_WRLCK, 0, false).err(), Some(Errno::AGAIN));
+    s.fs.release(node, &ReleaseIn { fh: a, ..Default::default() }).unwrap();
+    assert!(lock(&s, node, b, 2, libc::F_WRLCK, 0, false).is_ok());
+}
+
+#[test]
 fn lock_ranges() {
     let s = share(Config { posix_lock: true, ..Default::default() });
     s.put("f", b"data");

@@ -49,7 +49,11 @@ impl Xattrs for PassthroughFs {
     }
 
     fn getxattr(&self, node: u64, name: &CStr, size: usize, to: &mut Vec<u8>) -> Result<usize> {
-        let name = self.xattr_name(name)?;
+        let name = match self.xattr_name(name) {
+            // A hidden attribute is one that is not there.
+            Err(Errno::PERM) => return Err(Errno::NODATA),
+            name => name?,
+        };
         self.with_path(node, |path| sys::getxattr(path, &name, to, size))
     }
 

@@ -1,0 +1,54 @@
+//! The configuration space of a virtio-fs device (VIRTIO 1.3, section 5.11.4).
+
+/// Length of the tag field in bytes; a tag that fills it has no terminating zero.
+pub const TAG_LEN: usize = 36;
+
+/// `tag[36]` and le32 `num_request_queues`. What follows, `notify_buf_size`, exists only with
+/// VIRTIO_FS_F_NOTIFICATION, which is not offered.
+const SPACE_LEN: usize = TAG_LEN + 4;
+
+/// A device's configuration space. Nothing in it can be written.
+pub struct ConfigSpace([u8; SPACE_LEN]);
+
+impl ConfigSpace {
+    /// A tag longer than [`TAG_LEN`] bytes is cut; without one the field stays zero, as the frontend has its own.
+    pub fn new(tag: Option<&str>, request_queues: u16) -> Self {
+        let mut space = [0; SPACE_LEN];
+        let tag = tag.unwrap_or_default().as_bytes();
+        let len = tag.len().min(TAG_LEN);
+        space[..len].copy_from_slice(&tag[..len]);
+        space[TAG_LEN..].copy_from_slice(&u32::from(request_queues).to_le_bytes());
+        Self(space)
+    }
+
+    /// `size` bytes from `offset` on. What lies past the end reads as zeros: a frontend may ask for a structure with
+    /// fields of features that were not negotiated, and vhost-user takes a shorter answer for an error.
+    /// The caller bounds `size` (crate vhost: VHOST_USER_CONFIG_SIZE, 4 KiB).
+    pub fn read(&self, offset: u32, size: u32) -> Vec<u8> {
+        let from = self.0.get(offset as usize..).unwrap_or_default();
+        from.iter().copied().chain(std::iter::repeat(0)).take(size as usize).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_anywhere() {
+        let space = ConfigSpace::new(Some("share"), 0x102);
+        assert_eq!(space.read(0, 6), b"share\0");
+        assert_eq!(space.read(36, 4), [2, 1, 0, 0]);
+        assert_eq!(space.read(38, 4), [0; 4]);
+        assert_eq!(space.read(37, 1), [1]);
+        assert_eq!(space.read(u32::MAX, 2), [0, 0]);
+        assert_eq!(space.read(0, 256).len(), 256);
+        assert!(space.read(0, 0).is_empty());
+    }
+
+    #[test]
+    fn long_tags_are_cut() {
+        let space = ConfigSpace::new(Some(&"x".repeat(99)), 1);
+        assert_eq!(space.read(35, 2), [b'x', 1]);
+    }
+}

@@ -1,0 +1,92 @@
+//! The frontend's log of the pages that the device writes (vhost-user, "Migration").
+//!
+//! vhost-user-backend has a type for this, but every access to guest memory through it takes a lock and counts a
+//! reference that all queues share. Here, as long as there is no log, an access reads one flag.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::RwLock;
+use vhost_user_backend::bitmap::{AtomicBitmapMmap, BitmapReplace, MemRegionBitmap, MmapLogReg};
+use vm_memory::bitmap::{Bitmap, NewBitmap, RefSlice, WithBitmapSlice};
+use vm_memory::{Address, GuestMemoryRegion};
+
+/// Size in bytes of the pages that the log counts in (VHOST_LOG_PAGE, include/uapi/linux/vhost_types.h).
+const PAGE: usize = 4096;
+
+/// A memory region's part of the log, if the frontend has given one.
+#[derive(Clone, Debug, Default)]
+pub struct DirtyLog(Arc<State>);
+
+#[derive(Debug, Default)]
+struct State {
+    set: AtomicBool,
+    pages: RwLock<Option<Pages>>,
+}
+
+/// The bits of a region's pages in the log.
+#[derive(Debug)]
+pub struct Pages {
+    log: Arc<MmapLogReg>,
+    first: usize,
+    count: usize,
+}
+
+impl MemRegionBitmap for Pages {
+    fn new<R: GuestMemoryRegion>(region: &R, log: Arc<MmapLogReg>) -> io::Result<Self> {
+        // Fails if the log is too short for the region, so that no index below can be out of bounds.
+        AtomicBitmapMmap::new(region, log.clone())?;
+        let first = region.start_addr().raw_value() as usize / PAGE;
+        Ok(Self { log, first, count: region.len() as usize / PAGE })
+    }
+}
+
+impl Pages {
+    fn range(&self, offset: usize, len: usize) -> std::ops::Range<usize> {
+        let end = offset.saturating_add(len).div_ceil(PAGE).min(self.count);
+        self.first + (offset / PAGE).min(end)..self.first + end
+    }
+}
+
+impl BitmapReplace for DirtyLog {
+    type InnerBitmap = Pages;
+
+    fn replace(&self, pages: Pages) {
+        *self.0.pages.write() = Some(pages);
+        self.0.set.store(true, Ordering::Release);
+    }
+}
+
+impl Bitmap for DirtyLog {
+    fn mark_dirty(&self, offset: usize, len: usize) {
+        if len == 0 || !self.0.set.load(Ordering::Acquire) {
+            return;
+        }
+        if let Some(pages) = &*self.0.pages.read() {
+            for page in pages.range(offset, len) {
+                pages.log[page / 8].fetch_or(1 << (page % 8), Ordering::Relaxed);
+            }
+        }
+    }
+
+    fn dirty_at(&self, offset: usize) -> bool {
+        let pages = self.0.pages.read();
+        let bit = |pages: &Pages, page: usize| pages.log[page / 8].load(Ordering::Relaxed) & 1 << (page % 8) != 0;
+        pages.as_ref().is_some_and(|pages| pages.range(offset, 1).any(|page| bit(pages, page)))
+    }
+
+    fn slice_at(&self, offset: usize) -> RefSlice<'_, Self> {
+        RefSlice::new(self, offset)
+    }
+}
+
+impl<'a> WithBitmapSlice<'a> for DirtyLog {
+    type S = RefSlice<'a, Self>;
+}
+
+impl NewBitmap for DirtyLog {
+    fn with_len(_len: usize) -> Self {
+        Self::default()
+    }
+}

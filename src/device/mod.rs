@@ -1,0 +1,272 @@
+//! The virtio-fs device (VIRTIO 1.3, section 5.11) as a vhost-user backend.
+//!
+//! [`serve`] answers one frontend. Each queue has a worker thread (`queue`) that walks descriptor chains (`chain`) and
+//! hands each request to a [`Handler`]. What the handler answers later is delivered by `ring`.
+
+mod chain;
+mod config;
+mod dirty;
+mod queue;
+mod ring;
+
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixListener;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use parking_lot::Mutex;
+use vhost::vhost_user::message::{VhostUserProtocolFeatures as Protocol, VhostUserVirtioFeatures};
+use vhost::vhost_user::{Backend, Error as VhostError, Listener};
+use vhost_user_backend::{Error as BackendError, VhostUserBackend, VhostUserDaemon};
+use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
+use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
+use vm_memory::{GuestMemoryAtomic, GuestMemoryMmap};
+use vmm_sys_util::epoll::EventSet;
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use crate::fuse::ops::FileSystem;
+use crate::fuse::{Outcome, Server, Work};
+use config::ConfigSpace;
+use dirty::DirtyLog;
+use queue::Workers;
+use ring::Vring;
+
+pub use config::TAG_LEN;
+
+/// One memory table of the guest.
+type Memory = GuestMemoryMmap<DirtyLog>;
+
+/// The guest's memory, whose table the frontend may replace.
+type GuestMemory = GuestMemoryAtomic<Memory>;
+
+/// Longest virtqueue in descriptors: QEMU's VIRTQUEUE_MAX_SIZE and what preadv2(2) takes at once (UIO_MAXIOV).
+const MAX_QUEUE_SIZE: u16 = 1024;
+
+/// Most request queues: vhost-user-backend names the queues of a thread by a bit mask of 64 bits, and one bit is the high
+/// priority queue's.
+pub const MAX_REQUEST_QUEUES: u16 = 63;
+
+/// What serves the requests that come over the queues.
+pub trait Handler: Send + Sync + 'static {
+    /// Serves one request. Called by several threads at a time; both lists may be empty. It should not wait: until it
+    /// returns, no other request of the queue is served and the ring cannot be stopped.
+    fn handle(&self, work: &mut Work) -> Outcome;
+
+    /// The guest or its device was reset, or the frontend is gone: ends requests that wait and forgets the session.
+    fn reset(&self);
+}
+
+impl<F: FileSystem + Send + Sync + 'static> Handler for Server<F> {
+    fn handle(&self, work: &mut Work) -> Outcome {
+        Server::handle(self, work)
+    }
+
+    fn reset(&self) {
+        Server::reset(self)
+    }
+}
+
+/// What a user can choose about the device.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The name by which the guest mounts the share, 1 to [`TAG_LEN`] bytes; `None` if the frontend has it.
+    pub tag: Option<String>,
+    /// 1 to [`MAX_REQUEST_QUEUES`]. The guest's driver takes no more than it has CPUs.
+    pub request_queues: u16,
+    /// Accept another frontend when one is gone.
+    pub keep_alive: bool,
+}
+
+/// Why the device stopped.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("the number of request queues must be 1 to {MAX_REQUEST_QUEUES}, not {0}")]
+    RequestQueues(u16),
+    #[error("the tag must have 1 to {TAG_LEN} bytes, not {0}")]
+    Tag(usize),
+    #[error("cannot set up the device: {0}")]
+    Setup(String),
+    #[error("cannot accept a frontend: {0}")]
+    Accept(String),
+    #[error("the frontend's connection failed: {0}")]
+    Connection(String),
+}
+
+/// Serves the frontend that connects to `listener` until it disconnects, which is no error; with `keep_alive`, one
+/// after the other, for ever.
+pub fn serve<H: Handler>(listener: UnixListener, handler: Arc<H>, options: Options) -> Result<(), Error> {
+    options.check()?;
+    let mut listener = Listener::from(listener);
+    let waiting = Arc::new(AtomicUsize::new(0));
+    loop {
+        let device = Device::new(handler.clone(), &options, waiting.clone())?;
+        match (device.serve(&mut listener), options.keep_alive) {
+            (Ok(()), true) => tracing::info!("the frontend is gone, waiting for another"),
+            (Err(e @ Error::Connection(_)), true) => tracing::warn!("{e}, waiting for another"),
+            (end, _) => return end,
+        }
+    }
+}
+
+impl Options {
+    fn check(&self) -> Result<(), Error> {
+        if !(1..=MAX_REQUEST_QUEUES).contains(&self.request_queues) {
+            return Err(Error::RequestQueues(self.request_queues));
+        }
+        match self.tag.as_ref().map(String::len) {
+            Some(len) if !(1..=TAG_LEN).contains(&len) => Err(Error::Tag(len)),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// The device while one frontend is connected.
+struct Device<H> {
+    workers: Workers<H>,
+    config: ConfigSpace,
+    has_tag: bool,
+    /// By queue, high priority first; set when its worker first sees the ring.
+    rings: Box<[OnceLock<Vring>]>,
+    /// Readable once the connection is over. All workers poll it.
+    exit: EventFd,
+    /// The channel for requests to the frontend. The frontend takes its closing for a failure.
+    channel: Mutex<Option<Backend>>,
+}
+
+impl<H: Handler> Device<H> {
+    fn new(handler: Arc<H>, options: &Options, waiting: Arc<AtomicUsize>) -> Result<Arc<Self>, Error> {
+        let workers = Workers {
+            handler,
+            mem: GuestMemoryAtomic::new(Memory::new()),
+            closing: AtomicBool::new(false),
+            logging: AtomicBool::new(false),
+            waiting,
+        };
+        Ok(Arc::new(Self {
+            workers,
+            config: ConfigSpace::new(options.tag.as_deref(), options.request_queues),
+            has_tag: options.tag.is_some(),
+            rings: (0..=options.request_queues).map(|_| OnceLock::new()).collect(),
+            exit: EventFd::new(EFD_NONBLOCK).map_err(|e| Error::Setup(e.to_string()))?,
+            channel: Mutex::new(None),
+        }))
+    }
+
+    fn serve(self: &Arc<Self>, listener: &mut Listener) -> Result<(), Error> {
+        let mem = self.workers.mem.clone();
+        let mut daemon =
+            VhostUserDaemon::new("thruway-vhost".into(), self.clone(), mem).map_err(|e| Error::Setup(e.to_string()))?;
+        // vhost-user-backend has an exit event of its own, but never closes it.
+        let token = self.exit_token().into();
+        for worker in daemon.get_epoll_handlers() {
+            let added = worker.register_listener(self.exit.as_raw_fd(), EventSet::IN, token);
+            added.map_err(|e| Error::Setup(e.to_string()))?;
+        }
+        let started = daemon.start(listener).map_err(|e| Error::Accept(e.to_string()));
+        let end = started.and_then(|()| connection_end(daemon.wait()));
+        self.close();
+        drop(daemon);
+        self.workers.handler.reset();
+        end
+    }
+
+    /// Ends the workers and makes replies to come go nowhere.
+    fn close(&self) {
+        self.workers.closing.store(true, Ordering::Relaxed);
+        let _ = self.exit.write(1);
+        self.reset_rings();
+        *self.channel.lock() = None;
+    }
+
+    fn reset_rings(&self) {
+        for ring in self.rings.iter().filter_map(OnceLock::get) {
+            ring.0.reset();
+        }
+    }
+
+    /// The event number of `exit`: those up to the number of queues are taken.
+    fn exit_token(&self) -> u16 {
+        self.rings.len() as u16 + 1
+    }
+}
+
+/// A frontend may leave at any time, even in the middle of a message if it crashes.
+fn connection_end(end: Result<(), BackendError>) -> Result<(), Error> {
+    match end {
+        Err(BackendError::HandleRequest(VhostError::Disconnected | VhostError::PartialMessage)) => Ok(()),
+        end => end.map_err(|e| Error::Connection(e.to_string())),
+    }
+}
+
+impl<H: Handler> VhostUserBackend for Device<H> {
+    type Bitmap = DirtyLog;
+    type Vring = Vring;
+
+    fn num_queues(&self) -> usize {
+        self.rings.len()
+    }
+
+    fn max_queue_size(&self) -> usize {
+        MAX_QUEUE_SIZE.into()
+    }
+
+    fn features(&self) -> u64 {
+        let vhost = VhostUserVirtioFeatures::PROTOCOL_FEATURES | VhostUserVirtioFeatures::LOG_ALL;
+        1 << VIRTIO_F_VERSION_1 | 1 << VIRTIO_RING_F_INDIRECT_DESC | 1 << VIRTIO_RING_F_EVENT_IDX | vhost.bits()
+    }
+
+    fn acked_features(&self, features: u64) {
+        let logging = features & VhostUserVirtioFeatures::LOG_ALL.bits() != 0;
+        self.workers.logging.store(logging, Ordering::Release);
+    }
+
+    fn protocol_features(&self) -> Protocol {
+        let mut features = Protocol::MQ
+            | Protocol::REPLY_ACK
+            | Protocol::CONFIGURE_MEM_SLOTS
+            | Protocol::BACKEND_REQ
+            | Protocol::BACKEND_SEND_FD
+            | Protocol::RESET_DEVICE
+            | Protocol::LOG_SHMFD;
+        // QEMU's vhost-user-fs-pci has the tag itself and warns of a backend that offers one.
+        features.set(Protocol::CONFIG, self.has_tag);
+        features
+    }
+
+    fn reset_device(&self) {
+        self.reset_rings();
+        self.workers.handler.reset();
+    }
+
+    fn set_event_idx(&self, _enabled: bool) {}
+
+    fn get_config(&self, offset: u32, size: u32) -> Vec<u8> {
+        self.config.read(offset, size)
+    }
+
+    fn update_memory(&self, _mem: GuestMemory) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn set_backend_req_fd(&self, backend: Backend) {
+        *self.channel.lock() = Some(backend);
+    }
+
+    fn queues_per_thread(&self) -> Vec<u64> {
+        (0..self.rings.len()).map(|queue| 1 << queue).collect()
+    }
+
+    fn handle_event(&self, event: u16, _events: EventSet, vrings: &[Vring], thread: usize) -> io::Result<()> {
+        if event == self.exit_token() {
+            // An error is how a worker thread ends.
+            return Err(io::ErrorKind::ConnectionAborted.into());
+        }
+        // A thread has one queue, so one ring.
+        if let (Some(ring), Some(known)) = (vrings.first(), self.rings.get(thread)) {
+            known.get_or_init(|| ring.clone());
+            self.workers.drain(&ring.0, thread);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,320 @@
+//! A vring with what this device adds to it: replies that come late, and a stop that waits for the worker.
+
+use std::fs::File;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::{Mutex, MutexGuard};
+use rustix::fs::{OFlags, fcntl_setfl};
+use vhost_user_backend::{VringMutex, VringState, VringStateGuard, VringStateMutGuard, VringT};
+use virtio_queue::{Error as QueueError, Queue, QueueOwnedT, QueueState, QueueT};
+use vm_memory::{GuestAddress, GuestAddressSpace};
+
+use super::chain::{self, Segment, Table};
+use super::queue::{BATCH, Scratch};
+use super::{GuestMemory, Memory};
+
+/// A virtqueue of this device, as vhost-user-backend handles it.
+#[derive(Clone)]
+pub struct Vring(pub Arc<Ring>);
+
+/// The state of a virtqueue. Locks are taken in the order `worker`, `late`, `vring`.
+pub struct Ring {
+    mem: GuestMemory,
+    vring: VringMutex<GuestMemory>,
+    /// Held by the worker while it serves what it took from the ring; whoever stops the ring waits here.
+    worker: Mutex<Option<Box<Scratch>>>,
+    late: Mutex<Late>,
+    /// A notification was due when the frontend had given no call event.
+    owed: AtomicBool,
+}
+
+/// The replies that did not come in their request's turn.
+#[derive(Default)]
+struct Late {
+    /// Counts the sessions of the ring: a reply to an earlier one is dropped.
+    epoch: u64,
+    /// Replies that came while the ring was stopped.
+    held: Vec<Completion>,
+    /// The ring as it was when it stopped.
+    stopped: Option<QueueState>,
+}
+
+/// A reply and where it belongs.
+pub struct Completion {
+    epoch: u64,
+    head: u16,
+    /// Guest addresses, as the memory table may change until the reply is there.
+    segments: Vec<Segment>,
+    pub reply: Vec<u8>,
+}
+
+/// A chain that goes back to the driver.
+#[derive(Clone, Copy)]
+pub struct Used {
+    pub head: u16,
+    /// Bytes written.
+    pub len: u32,
+}
+
+type State<'a> = <VringMutex<GuestMemory> as VringStateMutGuard<'a, GuestMemory>>::G;
+
+impl Ring {
+    /// Waits for the worker to leave the ring, and keeps it out.
+    pub fn worker(&self) -> MutexGuard<'_, Option<Box<Scratch>>> {
+        self.worker.lock()
+    }
+
+    /// Gives `used` back to the driver, notifies it if it wants that, and takes up to [`BATCH`] chain heads.
+    /// Returns the descriptor table that the heads refer to.
+    ///
+    /// If there is nothing to take, the driver will notify of the next chain.
+    pub fn exchange(&self, mem: &Memory, used: &mut Vec<Used>, heads: &mut Vec<u16>) -> Table {
+        let mut state = self.vring.get_mut();
+        self.publish(&mut state, mem, used);
+        let live = live(&state);
+        let queue = state.get_queue_mut();
+        if live {
+            // Of errors there is no one to tell: a ring whose memory is gone, or whose index is absurd, rests until
+            // the next kick.
+            let _ = take(queue, mem, heads);
+        }
+        Table { addr: GuestAddress(queue.desc_table()), len: queue.size() }
+    }
+
+    /// Gives `used` back to the driver before its batch is over.
+    pub fn flush(&self, mem: &Memory, used: &mut Vec<Used>) {
+        self.publish(&mut self.vring.get_mut(), mem, used);
+    }
+
+    fn publish(&self, state: &mut State, mem: &Memory, used: &mut Vec<Used>) {
+        if used.is_empty() {
+            return;
+        }
+        let queue = state.get_queue_mut();
+        for done in used.drain(..) {
+            // Fails for a head out of range, which cannot be given back, or if the ring's memory is gone.
+            let _ = queue.add_used(mem, done.head, done.len);
+        }
+        if queue.needs_notification(mem).unwrap_or(true) {
+            self.notify(state);
+        }
+    }
+
+    fn notify(&self, state: &VringState<GuestMemory>) {
+        let sent = state.get_call().is_some() && state.signal_used_queue().is_ok();
+        if !sent {
+            self.owed.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// What a reply to the chain at `head` needs to find its way. To be called by the worker while it serves the chain.
+    pub fn promise(&self, head: u16, segments: &[Segment]) -> Completion {
+        Completion { epoch: self.late.lock().epoch, head, segments: segments.to_vec(), reply: Vec::new() }
+    }
+
+    /// Delivers a late reply, now or when the ring runs again; drops it if the ring's session is over.
+    pub fn complete(&self, completion: Completion) {
+        let mut late = self.late.lock();
+        if completion.epoch == late.epoch {
+            late.held.push(completion);
+            self.deliver(&mut late);
+        }
+    }
+
+    fn deliver(&self, late: &mut Late) {
+        let mut state = self.vring.get_mut();
+        if late.held.is_empty() || !live(&state) {
+            return;
+        }
+        let mem = self.mem.memory();
+        let reply = |c: Completion| {
+            let len = chain::write(&mem, &c.segments, &c.reply).unwrap_or(0);
+            Used { head: c.head, len: len as u32 }
+        };
+        let mut used = late.held.drain(..).map(reply).collect();
+        self.publish(&mut state, &mem, &mut used);
+    }
+
+    fn stop(&self) {
+        let was_ready = {
+            let mut state = self.vring.get_mut();
+            let was_ready = state.get_queue().ready();
+            state.get_queue_mut().set_ready(false);
+            was_ready
+        };
+        drop(self.worker());
+        let mut late = self.late.lock();
+        if was_ready {
+            late.stopped = Some(self.snapshot());
+        }
+    }
+
+    /// A ring that starts as it was stopped goes on (the VM was paused), and any other one is new. After a reset of the
+    /// driver a ring can't look like the one that was stopped with replies outstanding, even if the indices
+    /// have wrapped around: its used index equals its available index.
+    fn start(&self) {
+        let mut late = self.late.lock();
+        if late.stopped.take() != Some(self.snapshot()) {
+            late.epoch += 1;
+            late.held.clear();
+        }
+        self.vring.set_queue_ready(true);
+        self.deliver(&mut late);
+    }
+
+    fn snapshot(&self) -> QueueState {
+        QueueState { ready: false, ..self.vring.get_ref().get_queue().state() }
+    }
+
+    /// Forgets the session: the ring rests until it is set up again, and replies under way are dropped.
+    pub fn reset(&self) {
+        self.vring.set_queue_ready(false);
+        drop(self.worker());
+        let mut late = self.late.lock();
+        *late = Late { epoch: late.epoch + 1, ..Late::default() };
+        self.owed.store(false, Ordering::Relaxed);
+        self.vring.set_kick(None);
+        self.vring.set_call(None);
+    }
+}
+
+fn set_nonblocking(file: &File) {
+    // Should it fail, the frontend gave something that is no event, and gets what comes of it.
+    let _ = fcntl_setfl(file, OFlags::NONBLOCK);
+}
+
+/// Whether the driver may see chains taken and given back (vhost-user, "Ring states").
+fn live(state: &VringState<GuestMemory>) -> bool {
+    state.is_enabled() && state.get_queue().ready()
+}
+
+fn take(queue: &mut Queue, mem: &Memory, heads: &mut Vec<u16>) -> Result<(), QueueError> {
+    queue.disable_notification(mem)?;
+    loop {
+        heads.extend(queue.iter(mem)?.take(BATCH).map(|chain| chain.head_index()));
+        // The second look is for a chain that came before the driver saw that notifications are wanted.
+        if !heads.is_empty() || !queue.enable_notification(mem)? {
+            return Ok(());
+        }
+    }
+}
+
+impl<'a> VringStateGuard<'a, GuestMemory> for Vring {
+    type G = <VringMutex<GuestMemory> as VringStateGuard<'a, GuestMemory>>::G;
+}
+
+impl<'a> VringStateMutGuard<'a, GuestMemory> for Vring {
+    type G = State<'a>;
+}
+
+impl VringT<GuestMemory> for Vring {
+    fn new(mem: GuestMemory, max_queue_size: u16) -> Result<Self, QueueError> {
+        Ok(Self(Arc::new(Ring {
+            vring: VringMutex::new(mem.clone(), max_queue_size)?,
+            mem,
+            worker: Mutex::default(),
+            late: Mutex::default(),
+            owed: AtomicBool::new(false),
+        })))
+    }
+
+    fn get_ref(&self) -> <Self as VringStateGuard<'_, GuestMemory>>::G {
+        self.0.vring.get_ref()
+    }
+
+    fn get_mut(&self) -> <Self as VringStateMutGuard<'_, GuestMemory>>::G {
+        self.0.vring.get_mut()
+    }
+
+    fn add_used(&self, desc_index: u16, len: u32) -> Result<(), QueueError> {
+        self.0.vring.add_used(desc_index, len)
+    }
+
+    fn signal_used_queue(&self) -> io::Result<()> {
+        self.0.vring.signal_used_queue()
+    }
+
+    fn enable_notification(&self) -> Result<bool, QueueError> {
+        self.0.vring.enable_notification()
+    }
+
+    fn disable_notification(&self) -> Result<(), QueueError> {
+        self.0.vring.disable_notification()
+    }
+
+    fn needs_notification(&self) -> Result<bool, QueueError> {
+        self.0.vring.needs_notification()
+    }
+
+    fn set_enabled(&self, enabled: bool) {
+        self.0.vring.set_enabled(enabled);
+        if enabled {
+            self.0.deliver(&mut self.0.late.lock());
+        } else {
+            // The frontend may go on when neither the worker nor a late reply is in the ring.
+            drop(self.0.worker());
+            drop(self.0.late.lock());
+        }
+    }
+
+    fn set_queue_info(&self, desc_table: u64, avail_ring: u64, used_ring: u64) -> Result<(), QueueError> {
+        self.0.vring.set_queue_info(desc_table, avail_ring, used_ring)
+    }
+
+    fn queue_next_avail(&self) -> u16 {
+        self.0.vring.queue_next_avail()
+    }
+
+    fn set_queue_next_avail(&self, base: u16) {
+        self.0.vring.set_queue_next_avail(base)
+    }
+
+    fn set_queue_next_used(&self, idx: u16) {
+        self.0.vring.set_queue_next_used(idx)
+    }
+
+    fn queue_used_idx(&self) -> Result<u16, QueueError> {
+        self.0.vring.queue_used_idx()
+    }
+
+    fn set_queue_size(&self, num: u16) {
+        self.0.vring.set_queue_size(num)
+    }
+
+    fn set_queue_event_idx(&self, enabled: bool) {
+        self.0.vring.set_queue_event_idx(enabled)
+    }
+
+    fn set_queue_ready(&self, ready: bool) {
+        if ready { self.0.start() } else { self.0.stop() }
+    }
+
+    fn set_kick(&self, file: Option<File>) {
+        // A worker that is late to read an event which another one has replaced must not block on it.
+        file.iter().for_each(set_nonblocking);
+        self.0.vring.set_kick(file)
+    }
+
+    fn read_kick(&self) -> io::Result<bool> {
+        match self.0.vring.read_kick() {
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(self.0.vring.get_ref().is_enabled()),
+            enabled => enabled,
+        }
+    }
+
+    fn set_call(&self, file: Option<File>) {
+        let given = file.is_some();
+        // User-mode Linux gives a pipe, which may be full.
+        file.iter().for_each(set_nonblocking);
+        self.0.vring.set_call(file);
+        if given && self.0.owed.swap(false, Ordering::Relaxed) {
+            self.0.notify(&self.0.vring.get_ref());
+        }
+    }
+
+    fn set_err(&self, file: Option<File>) {
+        self.0.vring.set_err(file)
+    }
+}

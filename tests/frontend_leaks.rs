@@ -1,0 +1,55 @@
+//! What is left after many connections. Alone in its process, because it counts threads and file descriptors.
+
+use std::os::unix::net::UnixListener;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use thruway::device::{self, Handler};
+use thruway::frontend::{Frontend, Options};
+use thruway::fuse::{Outcome, Work};
+
+struct Nothing;
+
+impl Handler for Nothing {
+    fn handle(&self, _: &mut Work) -> Outcome {
+        Outcome::Silent
+    }
+
+    fn reset(&self) {}
+}
+
+fn count(what: &str) -> usize {
+    std::fs::read_dir(format!("/proc/self/{what}")).unwrap().count()
+}
+
+#[test]
+fn connections_leave_nothing_behind() {
+    let path = std::env::temp_dir().join(format!("thruway-leaks-{}", std::process::id()));
+    let listener = UnixListener::bind(&path).unwrap();
+    let options = device::Options { tag: None, request_queues: 7, keep_alive: true };
+    thread::spawn(|| device::serve(listener, Arc::new(Nothing), options));
+    let before = settled();
+    for _ in 0..20 {
+        let frontend = Frontend::connect(&path, Options { queues: 8, ..Options::default() }).unwrap();
+        for queue in 0..8 {
+            let token = frontend.submit(queue, &[&[0; 40]], &[16]).unwrap();
+            assert_eq!(frontend.wait_for(queue, token, Duration::from_secs(10)).unwrap().len, 0);
+        }
+    }
+    assert_eq!(settled(), before);
+    std::fs::remove_file(path).unwrap();
+}
+
+/// Threads and file descriptors, once their numbers have not changed for a while.
+fn settled() -> (usize, usize) {
+    let (mut last, mut since) = ((0, 0), Instant::now());
+    while since.elapsed() < Duration::from_millis(300) {
+        let now = (count("task"), count("fd"));
+        if now != last {
+            (last, since) = (now, Instant::now());
+        }
+        thread::sleep(Duration::from_millis(10));
+    }
+    last
+}
