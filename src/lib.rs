@@ -2,7 +2,9 @@
 //!
 //! Calls go one way: [`device`] (virtqueues) → [`fuse`] (messages) → [`fs`] (the shared directory).
 
+pub mod cli;
 pub mod device;
 pub mod frontend;
 pub mod fs;
 pub mod fuse;
+pub mod sandbox;

@@ -1,0 +1,87 @@
+//! The daemon: reads its options, listens, enters the sandbox, serves.
+
+use std::error::Error;
+use std::fs::File;
+use std::os::unix::net::UnixListener;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use thruway::cli::{self, Options, Stop, listen};
+use thruway::device;
+use thruway::fs::{FileHandles, PassthroughFs};
+use thruway::fuse::Server;
+use thruway::sandbox::{self, Entered, Sandbox, caps, limits, seccomp};
+
+fn main() -> ExitCode {
+    let options = match cli::parse(std::env::args_os()) {
+        Ok(options) => options,
+        Err(Stop::Help(text)) => {
+            print!("{text}");
+            return ExitCode::SUCCESS;
+        }
+        Err(error) => return fail(&error),
+    };
+    if options.print_capabilities {
+        println!("{}", cli::capabilities());
+        return ExitCode::SUCCESS;
+    }
+    run(&options).map_or_else(|error| fail(error.as_ref()), |()| ExitCode::SUCCESS)
+}
+
+fn fail(error: &dyn Error) -> ExitCode {
+    eprintln!("thruwayd: {error}");
+    ExitCode::FAILURE
+}
+
+fn run(options: &Options) -> Result<(), Box<dyn Error>> {
+    cli::log::init(options.log_level(), options.syslog);
+    options.deprecated().for_each(|text| tracing::warn!("{text}"));
+    let dir = options.shared_dir();
+    if !dir.is_dir() {
+        return Err(
+            format!("there is no directory '{}': create it, or give another --shared-dir", dir.display()).into()
+        );
+    }
+    let sandbox = options.sandbox_settings();
+    sandbox::check(&sandbox)?;
+    let (listener, _pid_file) = listen(options)?;
+    limits::set_nofile(options.rlimit_nofile)?;
+    let (entered, listener) = sandbox::enter(&sandbox, listener)?;
+    let fs = start_fs(options, entered)?;
+    seccomp::apply(options.seccomp, options.syslog)?;
+    tracing::info!("waiting for a vhost-user frontend on {}", options.endpoint());
+    let device = device::Options {
+        tag: options.tag.clone(),
+        request_queues: options.num_request_queues,
+        keep_alive: options.keep_alive,
+    };
+    device::serve(listener, Arc::new(Server::new(fs)), device)?;
+    if let (Sandbox::None, Some(path)) = (options.sandbox, options.socket()) {
+        // From inside the other sandboxes the path is out of reach. std would call unlink(2), which is not allowed.
+        let _ = rustix::fs::unlinkat(rustix::fs::CWD, path, rustix::fs::AtFlags::empty());
+    }
+    Ok(())
+}
+
+/// The socket, and the file whose lock keeps it ours.
+fn listen(options: &Options) -> Result<(UnixListener, Option<File>), listen::Error> {
+    match (options.fd, options.socket()) {
+        (None, Some(path)) => {
+            let bound = listen::bind(path, options.socket_group.as_deref())?;
+            Ok((bound.listener, Some(bound.pid_file)))
+        }
+        (fd, _) => Ok((listen::inherit(fd.unwrap_or(-1))?, None)),
+    }
+}
+
+fn start_fs(options: &Options, entered: Entered) -> Result<PassthroughFs, Box<dyn Error>> {
+    let config = options.fs_config()?;
+    let handles = config.inode_file_handles;
+    caps::limit(&options.modcaps.clone().unwrap_or_default(), handles != FileHandles::Never)?;
+    PassthroughFs::new(entered.root, entered.proc_self_fd, config).map_err(|e| match handles {
+        FileHandles::Mandatory => {
+            format!("no file handles for this share: {e}: use --inode-file-handles=prefer, or run as root").into()
+        }
+        _ => format!("cannot serve the directory: {e}").into(),
+    })
+}

@@ -1,0 +1,80 @@
+//! Options in the C virtiofsd's form, `-o a,b=c`, as far as virtiofsd 1.14 takes them.
+
+use std::fmt::Display;
+use std::str::FromStr;
+
+use clap::ValueEnum;
+use tracing::level_filters::LevelFilter;
+
+use super::Options;
+use crate::fs::{CachePolicy, Offer};
+
+/// Sets what the `-o` options say, over what others say.
+///
+/// # Errors
+/// An unknown option or value, in one line.
+pub fn apply(options: &mut Options) -> Result<(), String> {
+    for list in options.compat_options.clone() {
+        for option in list.split(',') {
+            match option.split_once('=') {
+                Some((name, value)) => set(options, name, value)?,
+                None => switch(options, option)?,
+            }
+        }
+    }
+    Ok(())
+}
+
+fn set(options: &mut Options, name: &str, value: &str) -> Result<(), String> {
+    match name {
+        "source" => options.shared_dir = Some(value.into()),
+        "cache" => {
+            // The C virtiofsd's name.
+            let value = if value == "none" { "never" } else { value };
+            options.cache = CachePolicy::from_str(value, false).map_err(|e| bad(name, e))?;
+        }
+        "sandbox" => options.sandbox = ValueEnum::from_str(value, false).map_err(|e| bad(name, e))?,
+        "loglevel" => options.log_level = level(value)?,
+        "modcaps" => options.modcaps = Some(parse(name, value)?),
+        "xattrmap" => options.xattrmap = Some(parse(name, value)?),
+        _ => return Err(format!("there is no option -o {name}=")),
+    }
+    Ok(())
+}
+
+fn switch(options: &mut Options, name: &str) -> Result<(), String> {
+    let (plain, on) = name.strip_prefix("no_").map_or((name, true), |plain| (plain, false));
+    let offer = if on { Offer::Always } else { Offer::Never };
+    match plain {
+        "xattr" => options.xattr = on,
+        "readdirplus" => options.no_readdirplus = !on,
+        "writeback" => options.writeback = on,
+        "allow_direct_io" => options.allow_direct_io = on,
+        "announce_submounts" => options.no_announce_submounts = !on,
+        "killpriv_v2" => options.killpriv_v2 = on,
+        "posix_acl" => options.posix_acl = offer,
+        "security_label" => options.security_label = offer,
+        "posix_lock" => options.posix_lock = on,
+        "flock" => options.flock = on,
+        _ => return Err(format!("there is no option -o {name}")),
+    }
+    Ok(())
+}
+
+fn level(value: &str) -> Result<LevelFilter, String> {
+    match value {
+        "debug" => Ok(LevelFilter::DEBUG),
+        "info" => Ok(LevelFilter::INFO),
+        "warn" => Ok(LevelFilter::WARN),
+        "err" => Ok(LevelFilter::ERROR),
+        _ => Err(bad("loglevel", "one of debug, info, warn, err")),
+    }
+}
+
+fn parse<T: FromStr<Err: Display>>(name: &str, value: &str) -> Result<T, String> {
+    value.parse().map_err(|e| bad(name, e))
+}
+
+fn bad(name: &str, reason: impl Display) -> String {
+    format!("bad value of -o {name}: {reason}")
+}

@@ -1,0 +1,139 @@
+//! The socket on which the daemon waits for its frontend.
+
+use std::ffi::CString;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, chown};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::fs::{FlockOperation, Mode, flock};
+use rustix::io::{FdFlags, fcntl_setfd};
+use rustix::net::sockopt::{socket_acceptconn, socket_domain};
+use rustix::process::umask;
+use thiserror::Error;
+
+/// Why there is no socket to listen on, in one line.
+#[derive(Debug, Error)]
+pub enum Error {
+    #[error("another daemon has the socket '{0}': stop it, or give another --socket-path")]
+    InUse(PathBuf),
+    #[error("'{0}' exists and is no socket: remove it, or give another --socket-path")]
+    NotASocket(PathBuf),
+    #[error("there is no directory '{0}' for the socket: create it, or give another --socket-path")]
+    NoDirectory(PathBuf),
+    #[error("there is no group '{0}' for the socket: see --socket-group")]
+    NoGroup(String),
+    #[error("--fd {0} is no listening Unix socket: let the parent process pass one on")]
+    BadFd(RawFd),
+    #[error("cannot {what} '{path}': {source}")]
+    Path { what: &'static str, path: PathBuf, source: io::Error },
+}
+
+/// How often, and how far apart, a locked pid file is tried again: a daemon that was just killed takes some
+/// milliseconds to end, more with much memory mapped, and a supervisor starts the next one at once.
+const LOCK_TRIES: usize = 20;
+const LOCK_PAUSE: Duration = Duration::from_millis(50);
+
+/// A listening socket at a path.
+#[derive(Debug)]
+pub struct Bound {
+    pub listener: UnixListener,
+    /// Locked as long as it is open; no other daemon takes the path meanwhile.
+    pub pid_file: File,
+}
+
+/// Makes the socket `path`, for its owner and `group`. A socket there that no daemon has locked is replaced.
+///
+/// # Errors
+/// [`Error`]
+pub fn bind(path: &Path, group: Option<&str>) -> Result<Bound, Error> {
+    let gid = group.map(group_id).transpose()?;
+    let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if !dir.is_dir() {
+        return Err(Error::NoDirectory(dir.to_owned()));
+    }
+    let pid_file = lock(path)?;
+    remove_stale(path)?;
+    let others = if gid.is_some() { Mode::RWXO } else { Mode::RWXG | Mode::RWXO };
+    let before = umask(others);
+    let listener = UnixListener::bind(path);
+    umask(before);
+    let listener = listener.map_err(at("listen on", path))?;
+    if gid.is_some() {
+        chown(path, None, gid).map_err(at("set the group of", path))?;
+    }
+    Ok(Bound { listener, pid_file })
+}
+
+/// Takes over a listening socket that the parent process passed on.
+///
+/// # Errors
+/// [`Error::BadFd`]
+pub fn inherit(fd: RawFd) -> Result<UnixListener, Error> {
+    if !is_listening(fd) {
+        return Err(Error::BadFd(fd));
+    }
+    // SAFETY: the descriptor is open, as was just seen, and whoever passes --fd leaves it to the daemon.
+    let listener = UnixListener::from(unsafe { OwnedFd::from_raw_fd(fd) });
+    fcntl_setfd(&listener, FdFlags::CLOEXEC).map_err(|_| Error::BadFd(fd))?;
+    Ok(listener)
+}
+
+fn is_listening(fd: RawFd) -> bool {
+    // SAFETY: fcntl(2) takes any number.
+    if fd < 0 || unsafe { libc::fcntl(fd, libc::F_GETFD) } < 0 {
+        return false;
+    }
+    // SAFETY: the descriptor is open, as was just seen, and nothing closes it meanwhile.
+    let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+    socket_domain(fd.as_fd()) == Ok(rustix::net::AddressFamily::UNIX) && socket_acceptconn(fd) == Ok(true)
+}
+
+/// Locks `path`.pid, as virtiofsd does, and writes the process id to it.
+fn lock(path: &Path) -> Result<File, Error> {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".pid");
+    let pid_path = Path::new(&name);
+    let cannot = at("lock", pid_path);
+    let mut options = OpenOptions::new();
+    options.write(true).create(true).truncate(false).mode(0o600);
+    for _ in 0..LOCK_TRIES {
+        let mut file = options.open(pid_path).map_err(&cannot)?;
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Err(rustix::io::Errno::WOULDBLOCK) => {
+                std::thread::sleep(LOCK_PAUSE);
+                continue;
+            }
+            result => result.map_err(|e| cannot(e.into()))?,
+        }
+        // Whoever held the lock may have removed the file meanwhile.
+        let locked = file.metadata().map_err(&cannot)?.ino();
+        if fs::metadata(pid_path).is_ok_and(|now| now.ino() == locked) {
+            file.set_len(0).and_then(|()| writeln!(file, "{}", std::process::id())).map_err(&cannot)?;
+            return Ok(file);
+        }
+    }
+    Err(Error::InUse(path.to_owned()))
+}
+
+fn remove_stale(path: &Path) -> Result<(), Error> {
+    match fs::symlink_metadata(path) {
+        Err(_) => Ok(()),
+        Ok(found) if !found.file_type().is_socket() => Err(Error::NotASocket(path.to_owned())),
+        Ok(_) => fs::remove_file(path).map_err(at("remove the old socket", path)),
+    }
+}
+
+fn group_id(name: &str) -> Result<u32, Error> {
+    let no_group = || Error::NoGroup(name.to_owned());
+    let c_name = CString::new(name).map_err(|_| no_group())?;
+    // SAFETY: the name is a C string, and the process has one thread, so the result stays as it is while it is read.
+    unsafe { libc::getgrnam(c_name.as_ptr()).as_ref() }.map(|group| group.gr_gid).ok_or_else(no_group)
+}
+
+fn at(what: &'static str, path: &Path) -> impl Fn(io::Error) -> Error {
+    move |source| Error::Path { what, path: path.to_owned(), source }
+}

@@ -1,0 +1,154 @@
+//! Isolation of the daemon from the host: namespaces or chroot, capabilities, seccomp, resource limits.
+//!
+//! All of it must happen while the process has one thread.
+
+pub mod caps;
+pub mod limits;
+mod namespace;
+pub mod seccomp;
+mod sys;
+mod userns;
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{CWD, Mode, OFlags, openat};
+use rustix::mount::{OpenTreeFlags, open_tree};
+use rustix::process::{chdir, chroot, geteuid};
+use thiserror::Error;
+
+pub use userns::IdRange;
+
+/// How the daemon is kept from files outside of the shared directory (`--sandbox`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Sandbox {
+    /// New mount, process and network namespaces, and a user namespace for an ordinary user; the shared directory
+    /// becomes the root.
+    Namespace,
+    /// The shared directory becomes the root. For containers; needs root.
+    Chroot,
+    /// No isolation.
+    None,
+}
+
+/// What [`enter`] needs to know.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    pub sandbox: Sandbox,
+    pub shared_dir: PathBuf,
+    /// Ids of the user namespace; empty: the user's own id as itself. Only for an ordinary user with
+    /// [`Sandbox::Namespace`].
+    pub uid_map: Vec<IdRange>,
+    pub gid_map: Vec<IdRange>,
+}
+
+/// What the file system needs from inside the sandbox.
+#[derive(Debug)]
+pub struct Entered {
+    /// The shared directory, O_PATH.
+    pub root: OwnedFd,
+    /// `/proc/self/fd` of the process that serves, O_PATH.
+    pub proc_self_fd: OwnedFd,
+}
+
+/// Why the sandbox cannot be entered, in one line.
+#[derive(Debug, Error)]
+pub enum Error {
+    #[error("--sandbox chroot needs root: run as root, or use --sandbox namespace or none")]
+    ChrootNeedsRoot,
+    #[error(
+        "--uid-map and --gid-map are for an ordinary user with --sandbox namespace: leave them out, or use \
+         --translate-uid and --translate-gid"
+    )]
+    IdMapUnusable,
+    #[error("cannot set up the ids of the user namespace: {0}")]
+    IdMap(String),
+    #[error("cannot {step}: {source}")]
+    Step { step: &'static str, source: io::Error },
+    #[error("{0}")]
+    Other(String),
+}
+
+/// Names the step that failed.
+trait Step<T> {
+    fn step(self, step: &'static str) -> Result<T, Error>;
+}
+
+impl<T, E: Into<io::Error>> Step<T> for Result<T, E> {
+    fn step(self, step: &'static str) -> Result<T, Error> {
+        self.map_err(|e| Error::Step { step, source: e.into() })
+    }
+}
+
+/// Whether this user can have this sandbox; to be asked before anything is touched.
+///
+/// # Errors
+/// [`Error::IdMapUnusable`], [`Error::ChrootNeedsRoot`].
+pub fn check(settings: &Settings) -> Result<(), Error> {
+    let root = geteuid().is_root();
+    let maps = !settings.uid_map.is_empty() || !settings.gid_map.is_empty();
+    if maps && (root || settings.sandbox != Sandbox::Namespace) {
+        return Err(Error::IdMapUnusable);
+    }
+    if settings.sandbox == Sandbox::Chroot && !root {
+        return Err(Error::ChrootNeedsRoot);
+    }
+    Ok(())
+}
+
+/// Enters the sandbox. With [`Sandbox::Namespace`] only a child process returns; this process waits for it and exits
+/// with its status.
+///
+/// # Errors
+/// [`Error`]; the process may then be half inside and must exit.
+pub fn enter(settings: &Settings, listener: UnixListener) -> Result<(Entered, UnixListener), Error> {
+    check(settings)?;
+    if geteuid().is_root() {
+        drop_groups()?;
+    }
+    match settings.sandbox {
+        Sandbox::Namespace => namespace::enter(settings, listener),
+        Sandbox::Chroot => Ok((enter_chroot(&settings.shared_dir)?, listener)),
+        Sandbox::None => Ok((Entered { root: open_dir(&settings.shared_dir)?, proc_self_fd: open_fds()? }, listener)),
+    }
+}
+
+fn enter_chroot(dir: &Path) -> Result<Entered, Error> {
+    let proc_self_fd = detached_fds().or_else(|_| open_fds())?;
+    chroot(dir).step("make the shared directory the root (needs CAP_SYS_CHROOT)")?;
+    chdir("/").step("change to the shared directory")?;
+    Ok(Entered { root: open_dir(Path::new("/"))?, proc_self_fd })
+}
+
+fn open_dir(dir: &Path) -> Result<OwnedFd, Error> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    openat(CWD, dir, flags, Mode::empty()).step("open the shared directory")
+}
+
+fn open_fds() -> Result<OwnedFd, Error> {
+    open_dir(Path::new("/proc/self/fd")).map_err(|_| Error::Other("/proc/self/fd is missing: mount /proc".into()))
+}
+
+/// `/proc/self/fd` as a mount that is attached nowhere, so that `..` does not lead out of it. Needs CAP_SYS_ADMIN.
+fn detached_fds() -> Result<OwnedFd, Error> {
+    let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
+    open_tree(CWD, "/proc/self/fd", flags).step("detach /proc/self/fd (is /proc mounted?)")
+}
+
+/// Drops the supplementary groups, with which the daemon would act for every guest user.
+fn drop_groups() -> Result<(), Error> {
+    if rustix::process::getgroups().is_ok_and(|groups| groups.is_empty()) {
+        return Ok(());
+    }
+    match rustix::thread::set_thread_groups(&[]) {
+        // In a user namespace of one user no group can be dropped, and no other user be acted for.
+        Err(rustix::io::Errno::PERM) if groups_are_denied() => Ok(()),
+        result => result.step("drop the supplementary groups (needs CAP_SETGID)"),
+    }
+}
+
+fn groups_are_denied() -> bool {
+    std::fs::read_to_string("/proc/self/setgroups").is_ok_and(|word| word.trim() == "deny")
+}

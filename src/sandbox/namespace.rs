@@ -1,0 +1,114 @@
+//! `--sandbox namespace`: the daemon serves from a child process that sees the shared directory alone.
+
+use std::io::{ErrorKind, Read};
+use std::os::fd::AsFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::process::exit;
+
+use caps::CapSet;
+use rustix::fs::CWD;
+use rustix::mount::{
+    MountPropagationFlags, MoveMountFlags, OpenTreeFlags, UnmountFlags, mount_change, move_mount, open_tree, unmount,
+};
+use rustix::process::{
+    Pid, Signal, WaitOptions, chdir, fchdir, geteuid, pivot_root, set_parent_process_death_signal, waitpid,
+};
+use rustix::thread::UnshareFlags;
+
+use super::sys::{Forked, fork, unshare};
+use super::{Entered, Error, Settings, Step, detached_fds, open_dir, userns};
+
+const NAMESPACES: UnshareFlags = UnshareFlags::NEWNS.union(UnshareFlags::NEWPID).union(UnshareFlags::NEWNET);
+
+/// Returns in the child only; the parent waits for it and exits.
+pub fn enter(settings: &Settings, listener: UnixListener) -> Result<(Entered, UnixListener), Error> {
+    if geteuid().is_root() {
+        unshare(NAMESPACES)
+            .step("create namespaces (give the daemon CAP_SYS_ADMIN, or use --sandbox chroot or none)")?;
+    } else {
+        userns::unshare_mapped(NAMESPACES, &settings.uid_map, &settings.gid_map)?;
+    }
+    let (parent, child) = UnixStream::pair().step("create a socket pair")?;
+    match fork().step("start the sandboxed process")? {
+        Forked::Child => {
+            drop(parent);
+            die_with_parent(child)?;
+            Ok((enter_mounts(&settings.shared_dir)?, listener))
+        }
+        Forked::Parent(pid) => {
+            // Or a second frontend could connect to a socket that nobody answers.
+            drop(listener);
+            wait_for(pid)
+        }
+    }
+}
+
+/// Asks to be killed when the parent ends. The kernel forgets this if the thread's user id changes, so the main thread
+/// must keep its own.
+fn die_with_parent(mut parent: UnixStream) -> Result<(), Error> {
+    set_parent_process_death_signal(Some(Signal::KILL)).step("ask for a signal at the parent's end")?;
+    parent.set_nonblocking(true).step("watch the parent")?;
+    match parent.read(&mut [0]) {
+        Err(e) if e.kind() == ErrorKind::WouldBlock => Ok(()),
+        _ => Err(Error::Other("the parent process ended".into())),
+    }
+}
+
+fn enter_mounts(shared_dir: &Path) -> Result<Entered, Error> {
+    let proc_self_fd = detached_fds()?;
+    // What the host mounts in the shared directory later shall be seen, and nothing mounted here reach the host.
+    let slave = MountPropagationFlags::DOWNSTREAM | MountPropagationFlags::REC;
+    mount_change("/", slave).step("separate the mounts from the host's")?;
+    let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC | OpenTreeFlags::AT_RECURSIVE;
+    let tree = open_tree(CWD, shared_dir, flags).step("clone the shared directory's mounts")?;
+    let onto_itself = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
+    move_mount(&tree, "", CWD, shared_dir, onto_itself).step("mount the shared directory")?;
+    pivot_into(tree.as_fd())?;
+    Ok(Entered { root: open_dir(Path::new("/"))?, proc_self_fd })
+}
+
+/// Makes the mounted `tree` the root and unmounts everything else.
+fn pivot_into(tree: impl AsFd) -> Result<(), Error> {
+    let old_root = open_dir(Path::new("/"))?;
+    fchdir(&tree).step("change to the shared directory")?;
+    pivot_root(".", ".").step("make the shared directory the root")?;
+    // Both roots are now stacked at "/"; from the old one, "." is what is to go.
+    fchdir(&old_root).step("change to the old root")?;
+    unmount(".", UnmountFlags::DETACH).step("unmount the old root")?;
+    chdir("/").step("change to the new root")
+}
+
+/// Waits for the child and exits with its status, or 128 plus the signal that killed it.
+fn wait_for(child: Pid) -> ! {
+    for set in [CapSet::Effective, CapSet::Permitted, CapSet::Inheritable] {
+        if let Err(e) = caps::clear(None, set) {
+            tracing::warn!("the waiting process keeps its capabilities: {e}");
+        }
+    }
+    loop {
+        match waitpid(Some(child), WaitOptions::empty()) {
+            Err(rustix::io::Errno::INTR) | Ok(None) => continue,
+            Err(e) => {
+                tracing::error!("cannot wait for the sandboxed process: {e}");
+                exit(1)
+            }
+            Ok(Some((_, status))) => match (status.exit_status(), status.terminating_signal()) {
+                (Some(code), _) => exit(code),
+                (None, Some(signal)) => exit(killed_by(signal)),
+                (None, None) => continue,
+            },
+        }
+    }
+}
+
+fn killed_by(signal: i32) -> i32 {
+    match signal {
+        libc::SIGSYS => tracing::error!(
+            "seccomp stopped the daemon at a system call outside of its list (SIGSYS): --seccomp=log names it in the \
+             kernel's log"
+        ),
+        _ => tracing::error!("the daemon was killed by signal {signal}"),
+    }
+    128 + signal
+}

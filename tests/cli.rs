@@ -1,0 +1,222 @@
+//! What the daemon's command line does, as its caller sees it: exit status, one line on stderr, the socket.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use rustix::io::{FdFlags, fcntl_setfd};
+
+fn daemon() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_thruwayd"));
+    command.env_remove("RUST_LOG").stdin(Stdio::null());
+    command
+}
+
+/// Runs the daemon to its end.
+fn run(args: &[&str]) -> Output {
+    daemon().args(args).output().unwrap()
+}
+
+/// The one line that a failed start leaves after its warnings, without the program's name.
+fn failure(args: &[&str]) -> String {
+    let output = run(args);
+    let text = String::from_utf8(output.stderr).unwrap();
+    let lines: Vec<_> = text.lines().filter(|line| !line.contains(" WARN ")).collect();
+    assert_eq!((output.status.code(), lines.len()), (Some(1), 1), "{args:?}: {text}");
+    assert!(output.stdout.is_empty());
+    lines[0].strip_prefix("thruwayd: ").unwrap().to_owned()
+}
+
+/// A daemon without a sandbox, so that the test needs no privilege. Killed in the end.
+struct Running(Child);
+
+impl Running {
+    fn start(share: &Path, args: &[&str]) -> Self {
+        let mut command = daemon();
+        command.arg("--shared-dir").arg(share).args(["--sandbox", "none"]).args(args);
+        Self(command.stderr(Stdio::null()).spawn().unwrap())
+    }
+
+    fn wait(&mut self) -> Option<i32> {
+        self.0.wait().unwrap().code()
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// The vhost-user message VHOST_USER_GET_FEATURES: request 1, version 1, no payload. Its answer has 20 bytes.
+const GET_FEATURES: [u8; 12] = [1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0];
+
+fn connect(path: &Path) -> UnixStream {
+    let end = Instant::now() + Duration::from_secs(10);
+    loop {
+        match UnixStream::connect(path) {
+            Ok(stream) => return stream,
+            Err(e) if Instant::now() > end => panic!("{}: {e}", path.display()),
+            Err(_) => sleep(Duration::from_millis(10)),
+        }
+    }
+}
+
+#[test]
+fn help_and_version_succeed() {
+    for arg in ["--help", "-h", "--version", "-V"] {
+        let output = run(&[arg]);
+        assert!(output.status.success() && !output.stdout.is_empty() && output.stderr.is_empty(), "{arg}");
+    }
+    let help = String::from_utf8(run(&["--help"]).stdout).unwrap();
+    assert!(help.contains("cannot be killed until it has the lock"), "{help}");
+}
+
+#[test]
+fn capabilities_are_those_of_the_installed_file() {
+    let printed = String::from_utf8(run(&["--print-capabilities"]).stdout).unwrap();
+    let installed = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/50-thruway.json")).unwrap();
+    let features = |text: &str| text[text.find("\"features\"").unwrap()..].split_whitespace().collect::<String>();
+    assert!(printed.contains("\"type\": \"fs\"") && installed.contains("\"binary\": \"/usr/libexec/thruwayd\""));
+    assert_eq!(features(&printed), features(&installed));
+}
+
+#[test]
+fn usage_errors_are_one_line_that_names_the_option() {
+    for (args, named) in [
+        (&["--cache=some"][..], "--cache"),
+        (&["--sandbox=jail"], "namespace, chroot, none"),
+        (&["--nonsense"], "--nonsense"),
+        (&["--shared-dir"], "--shared-dir"),
+        (&["--shared-dir=/"], "--socket-path"),
+        (&["--socket-path=/x"], "--shared-dir"),
+        (&["--shared-dir=/", "--fd=3", "--tag="], "36"),
+        (&["--shared-dir=/", "--fd=3", "--xattrmap=:zap:all:::"], "zap"),
+        (&["--shared-dir=/", "--fd=3", "--translate-uid=map:0:1"], "map:0:100000:65536"),
+        (&["--shared-dir=/", "--fd=3", "--modcaps=+fly"], "CAP_FLY"),
+        (&["--shared-dir=/", "--fd=3", "--uid-map=0:1:2"], ":0:100000:65536:"),
+        (&["-o", "source=/,cache=some", "--fd=3"], "-o cache"),
+    ] {
+        let line = failure(args);
+        assert!(line.contains(named) && line.contains("--help"), "{args:?}: {line}");
+    }
+}
+
+#[test]
+fn starts_that_must_fail_say_why() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    let (share, socket) = (path(""), path("s"));
+    fs::write(path("file"), "").unwrap();
+    for (args, named) in [
+        (["--shared-dir", &path("absent"), "--socket-path", &socket], "--shared-dir"),
+        (["--shared-dir", &path("file"), "--socket-path", &socket], "--shared-dir"),
+        (["--shared-dir", &share, "--socket-path", &path("absent/s")], "create it"),
+        (["--shared-dir", &share, "--socket-path", &path("file")], "is no socket"),
+        (["--shared-dir", &share, "--fd", "99"], "--fd 99"),
+        (["--shared-dir", &share, "--fd", "0"], "--fd 0"),
+    ] {
+        let line = failure(&args);
+        assert!(line.contains(named), "{args:?}: {line}");
+    }
+    let line = failure(&["--shared-dir", &share, "--socket-path", &socket, "--socket-group", "no-such-group"]);
+    assert!(line.contains("no-such-group"), "{line}");
+    let line = failure(&["--shared-dir", &share, "--socket-path", &socket, "--rlimit-nofile", "18446744073709551615"]);
+    assert!(line.contains("--rlimit-nofile"), "{line}");
+}
+
+#[test]
+fn the_socket_is_private_exclusive_and_removed() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("s");
+    let args = ["--socket-path", socket.to_str().unwrap()];
+    let mut first = Running::start(dir.path(), &args);
+    let frontend = connect(&socket);
+    assert_eq!(fs::metadata(&socket).unwrap().permissions().mode() & 0o777, 0o700);
+    let pid = fs::read_to_string(dir.path().join("s.pid")).unwrap();
+    assert_eq!(pid, format!("{}\n", first.0.id()));
+    let line = failure(&["--shared-dir", dir.path().to_str().unwrap(), args[0], args[1]]);
+    assert!(line.contains("another daemon"), "{line}");
+    drop(frontend);
+    assert_eq!(first.wait(), Some(0));
+    assert!(!socket.exists());
+}
+
+#[test]
+fn a_group_may_be_let_in() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("skipped: needs root");
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("s");
+    let args = ["--keep-alive", "--socket-group=daemon", "--socket-path", socket.to_str().unwrap()];
+    let _daemon = Running::start(dir.path(), &args);
+    // Whoever is answered, is so by a daemon that has set the group.
+    let mut frontend = connect(&socket);
+    frontend.write_all(&GET_FEATURES).unwrap();
+    frontend.read_exact(&mut [0; 20]).unwrap();
+    let groups = fs::read_to_string("/etc/group").unwrap();
+    let group = groups.lines().find(|line| line.starts_with("daemon:")).unwrap();
+    let found = fs::metadata(&socket).unwrap();
+    assert_eq!(group.split(':').nth(2).unwrap(), found.gid().to_string());
+    assert_eq!(found.permissions().mode() & 0o777, 0o770);
+}
+
+#[test]
+fn a_stale_socket_is_replaced() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("s");
+    drop(UnixListener::bind(&socket).unwrap());
+    let args = ["--socket-path", socket.to_str().unwrap()];
+    // Without a pause, the first may not have ended when the second starts.
+    drop(Running::start(dir.path(), &args));
+    let mut second = Running::start(dir.path(), &args);
+    drop(connect(&socket));
+    assert_eq!(second.wait(), Some(0));
+}
+
+#[test]
+fn keep_alive_serves_the_next_frontend() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("s");
+    let mut daemon = Running::start(dir.path(), &["--keep-alive", "--socket-path", socket.to_str().unwrap()]);
+    for _ in 0..3 {
+        drop(connect(&socket));
+    }
+    assert!(daemon.0.try_wait().unwrap().is_none());
+}
+
+#[test]
+fn an_inherited_listener_is_served() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("s");
+    let listener = UnixListener::bind(&socket).unwrap();
+    fcntl_setfd(&listener, FdFlags::empty()).unwrap();
+    let mut daemon = Running::start(dir.path(), &["--fd", &listener.as_raw_fd().to_string()]);
+    drop(listener);
+    drop(connect(&socket));
+    assert_eq!(daemon.wait(), Some(0));
+    assert!(socket.exists());
+}
+
+#[test]
+fn the_log_says_where_it_listens_and_what_is_deprecated() {
+    let dir = tempfile::tempdir().unwrap();
+    let (socket, log) = (dir.path().join("s"), dir.path().join("log"));
+    let mut command = daemon();
+    command.args(["-f", "--sandbox=none", "--socket"]).arg(&socket).arg("--shared-dir").arg(dir.path());
+    let mut child = command.stderr(fs::File::create(&log).unwrap()).spawn().unwrap();
+    drop(connect(&socket));
+    assert!(child.wait().unwrap().success());
+    let text = fs::read_to_string(log).unwrap();
+    assert!(text.contains(&format!("waiting for a vhost-user frontend on {}", socket.display())), "{text}");
+    assert!(text.contains("--socket is deprecated") && text.contains("-f has no effect"), "{text}");
+}

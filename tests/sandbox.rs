@@ -1,0 +1,335 @@
+//! The sandbox as the host sees it in /proc. Started by root, the tests also run as the user `nobody`.
+
+use std::fs;
+use std::os::unix::fs::{MetadataExt, chown};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use rustix::mount::{MountFlags, MountPropagationFlags, UnmountFlags, mount, mount_bind, mount_change};
+use tempfile::TempDir;
+use thruway::sandbox::seccomp;
+
+/// Uid and gid of `nobody` on Linux distributions; any unused one would do.
+const NOBODY: u32 = 65534;
+
+/// CHOWN, DAC_OVERRIDE, FOWNER, FSETID, SETGID, SETUID, MKNOD and SETFCAP of include/uapi/linux/capability.h.
+const KEPT: u64 = 1 << 0 | 1 << 1 | 1 << 3 | 1 << 4 | 1 << 6 | 1 << 7 | 1 << 27 | 1 << 31;
+const DAC_READ_SEARCH: u64 = 1 << 2;
+
+fn is_root() -> bool {
+    rustix::process::geteuid().is_root()
+}
+
+/// A daemon, its share (with a file `inside`) and its socket.
+struct Daemon {
+    dir: TempDir,
+    child: Child,
+}
+
+impl Daemon {
+    /// Starts it, as `nobody` if `user` says so and the test is root; waits until it listens and is inside.
+    fn start(user: bool, args: &[&str]) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let share = dir.path().join("share");
+        fs::create_dir(&share).unwrap();
+        fs::write(share.join("inside"), "").unwrap();
+        Self::start_in(dir, user, args)
+    }
+
+    /// The same with a directory that is already there.
+    fn start_in(dir: TempDir, user: bool, args: &[&str]) -> Self {
+        let share = dir.path().join("share");
+        // A copy, since the build directory may be closed to others; by cp, since a file that another test's fork(2) here
+        // inherits open for writing cannot be executed.
+        let program = dir.path().join("thruwayd");
+        assert!(Command::new("cp").arg(env!("CARGO_BIN_EXE_thruwayd")).arg(&program).status().unwrap().success());
+        let mut command = Command::new(&program);
+        if user && is_root() {
+            chown(dir.path(), Some(NOBODY), Some(NOBODY)).unwrap();
+            chown(&share, Some(NOBODY), Some(NOBODY)).unwrap();
+            command.uid(NOBODY).gid(NOBODY);
+        }
+        let log = fs::File::create(dir.path().join("log")).unwrap();
+        command.arg("--shared-dir").arg(&share).arg("--socket-path").arg(dir.path().join("socket")).args(args);
+        let child = command.stdin(Stdio::null()).stderr(log).spawn().unwrap();
+        let mut daemon = Self { dir, child };
+        daemon.wait_until("it serves", |d| d.log().contains("waiting for a vhost-user frontend"));
+        daemon
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(self.path("log")).unwrap()
+    }
+
+    fn wait_until(&mut self, what: &str, done: impl Fn(&Self) -> bool) {
+        let end = Instant::now() + Duration::from_secs(10);
+        while !done(self) {
+            assert!(Instant::now() < end, "not {what}: {}", self.log());
+            sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// The process that serves: the one child, or the daemon itself if it has none.
+    fn server(&self) -> u32 {
+        let id = self.child.id();
+        let children = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap();
+        children.trim().parse().unwrap_or(id)
+    }
+
+    fn proc(&self, file: &str) -> PathBuf {
+        Path::new("/proc").join(self.server().to_string()).join(file)
+    }
+
+    fn status(&self, field: &str) -> String {
+        let text = fs::read_to_string(self.proc("status")).unwrap();
+        let line = text.lines().find(|line| line.starts_with(field)).unwrap();
+        line.split_once(':').unwrap().1.trim().to_owned()
+    }
+
+    fn capabilities(&self, set: &str) -> u64 {
+        u64::from_str_radix(&self.status(set), 16).unwrap()
+    }
+
+    /// Whether the server has its own namespace of this kind.
+    fn has_own(&self, namespace: &str) -> bool {
+        let of = |process: &Path| fs::read_link(process.join("ns").join(namespace)).unwrap();
+        of(&self.proc("")) != of(Path::new("/proc/self"))
+    }
+
+    /// The share alone is its root, with nothing of the host around it.
+    fn assert_root_is_the_share(&self) {
+        let root = self.proc("root/");
+        let names: Vec<_> = fs::read_dir(&root).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(names, ["inside"]);
+        let (up, share) = (fs::metadata(root.join("..")).unwrap(), fs::metadata(self.path("share")).unwrap());
+        assert_eq!((up.dev(), up.ino()), (share.dev(), share.ino()));
+        assert!(!root.join("..").join(self.path("log").strip_prefix("/").unwrap()).exists());
+    }
+
+    fn assert_filtered(&self) {
+        assert_eq!((self.status("Seccomp:"), self.status("NoNewPrivs:")), ("2".into(), "1".into()));
+    }
+
+    /// Whether the process is gone, or waits for its new parent to notice.
+    fn is_gone(process: u32) -> bool {
+        let status = fs::read_to_string(format!("/proc/{process}/status")).unwrap_or_default();
+        status.is_empty() || status.contains("State:\tZ")
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn needs_root() -> bool {
+    if !is_root() {
+        eprintln!("skipped: needs root");
+    }
+    is_root()
+}
+
+/// Whether this host lets ordinary users create user namespaces.
+fn needs_user_namespaces() -> bool {
+    let mut probe = Command::new("unshare");
+    if is_root() {
+        probe.uid(NOBODY).gid(NOBODY);
+    }
+    let works = probe.args(["-U", "true"]).current_dir("/").status().is_ok_and(|status| status.success());
+    if !works {
+        eprintln!("skipped: needs user namespaces for ordinary users");
+    }
+    works
+}
+
+#[test]
+fn namespace_as_root() {
+    if !needs_root() {
+        return;
+    }
+    let mut daemon = Daemon::start(false, &[]);
+    let share = daemon.path("share");
+    let is_mounted_here = || fs::read_to_string("/proc/self/mountinfo").unwrap().contains(share.to_str().unwrap());
+    assert!(!is_mounted_here());
+    for namespace in ["mnt", "pid", "net"] {
+        assert!(daemon.has_own(namespace), "{namespace}");
+    }
+    assert!(!daemon.has_own("user"));
+    daemon.assert_root_is_the_share();
+    let seen = fs::read_to_string(daemon.proc("mountinfo")).unwrap();
+    assert_eq!(seen.lines().count(), 1, "{seen}");
+    daemon.assert_filtered();
+    for (set, kept) in
+        [("CapEff:", KEPT | DAC_READ_SEARCH), ("CapPrm:", KEPT | DAC_READ_SEARCH), ("CapBnd:", 0), ("CapInh:", 0)]
+    {
+        assert_eq!(daemon.capabilities(set), kept, "{set}");
+    }
+    drop(UnixStream::connect(daemon.path("socket")).unwrap());
+    assert_eq!(daemon.child.wait().unwrap().code(), Some(0), "{}", daemon.log());
+    assert!(!is_mounted_here());
+}
+
+#[test]
+fn namespace_as_user() {
+    if !needs_user_namespaces() {
+        return;
+    }
+    let daemon = Daemon::start(true, &[]);
+    for namespace in ["mnt", "pid", "net", "user"] {
+        assert!(daemon.has_own(namespace), "{namespace}");
+    }
+    daemon.assert_root_is_the_share();
+    daemon.assert_filtered();
+    assert_eq!(daemon.capabilities("CapPrm:"), KEPT | DAC_READ_SEARCH);
+    let map = fs::read_to_string(daemon.proc("uid_map")).unwrap();
+    assert!(map.ends_with(" 1\n"), "{map}");
+}
+
+#[test]
+fn namespace_as_user_who_is_root_inside() {
+    if !needs_user_namespaces() || !is_root() {
+        return;
+    }
+    let daemon = Daemon::start(true, &["--uid-map=:0:65534:1:", "--gid-map=:0:65534:1:"]);
+    let map = fs::read_to_string(daemon.proc("uid_map")).unwrap();
+    assert_eq!(map.split_whitespace().collect::<Vec<_>>(), ["0", "65534", "1"]);
+    assert_eq!(fs::read_to_string(daemon.proc("setgroups")).unwrap(), "deny\n");
+}
+
+#[test]
+fn chroot_as_root() {
+    if !needs_root() {
+        return;
+    }
+    let daemon = Daemon::start(false, &["--sandbox=chroot", "--inode-file-handles=never", "--modcaps=-mknod:-chown"]);
+    assert_eq!(fs::read_link(daemon.proc("root")).unwrap(), daemon.path("share"));
+    assert!(!daemon.has_own("mnt"));
+    daemon.assert_filtered();
+    assert_eq!(daemon.capabilities("CapEff:"), KEPT & !(1 << 27 | 1 << 0));
+}
+
+#[test]
+fn none_as_user() {
+    let daemon = Daemon::start(true, &["--sandbox=none", "--seccomp=none"]);
+    assert_eq!(daemon.server(), daemon.child.id());
+    assert_eq!((daemon.status("Seccomp:"), daemon.capabilities("CapEff:")), ("0".into(), 0));
+}
+
+/// A directory that is mounted on itself such that it tells other namespaces of new mounts. Unmounted in the end.
+struct SharedMount(PathBuf);
+
+impl SharedMount {
+    fn new(path: PathBuf) -> Self {
+        mount_bind(&path, &path).unwrap();
+        let mounted = Self(path);
+        mount_change(&mounted.0, MountPropagationFlags::SHARED).unwrap();
+        mounted
+    }
+}
+
+impl Drop for SharedMount {
+    fn drop(&mut self) {
+        let _ = rustix::mount::unmount(&self.0, UnmountFlags::DETACH);
+    }
+}
+
+fn mount_tmpfs(path: &Path) {
+    fs::create_dir(path).unwrap();
+    mount("none", path, "tmpfs", MountFlags::empty(), None).unwrap();
+    fs::write(path.join("file"), "").unwrap();
+}
+
+#[test]
+fn mounts_in_the_share_are_seen_even_later_ones() {
+    if !needs_root() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let share = dir.path().join("share");
+    fs::create_dir(&share).unwrap();
+    let mounted = SharedMount::new(share.clone());
+    mount_tmpfs(&share.join("early"));
+    let daemon = Daemon::start_in(dir, false, &[]);
+    mount_tmpfs(&share.join("later"));
+    for name in ["early", "later"] {
+        assert!(daemon.proc("root").join(name).join("file").exists(), "{name}");
+        rustix::mount::unmount(share.join(name), UnmountFlags::empty()).unwrap();
+        assert!(!daemon.proc("root").join(name).join("file").exists(), "{name}");
+    }
+    drop(mounted);
+}
+
+#[test]
+fn the_end_of_one_process_is_the_end_of_the_other() {
+    if !needs_root() && !needs_user_namespaces() {
+        return;
+    }
+    let mut daemon = Daemon::start(false, &[]);
+    let server = daemon.server();
+    daemon.child.kill().unwrap();
+    daemon.wait_until("killed with its parent", |_| Daemon::is_gone(server));
+
+    let mut daemon = Daemon::start(false, &[]);
+    let server = rustix::process::Pid::from_raw(daemon.server() as i32).unwrap();
+    rustix::process::kill_process(server, rustix::process::Signal::KILL).unwrap();
+    assert_eq!(daemon.child.wait().unwrap().code(), Some(128 + 9));
+    assert!(daemon.log().contains("killed by signal 9"), "{}", daemon.log());
+}
+
+/// What runs under the filter, in processes of their own, since a filter is for ever.
+mod filtered {
+    use super::*;
+
+    #[test]
+    #[ignore = "run by the tests below"]
+    fn thread() {
+        seccomp::apply(seccomp::Action::Kill, false).unwrap();
+        assert_eq!(std::thread::spawn(|| 7).join().unwrap(), 7);
+        std::process::exit(0);
+    }
+
+    #[test]
+    #[ignore = "run by the tests below"]
+    fn process() {
+        seccomp::apply(seccomp::Action::Kill, false).unwrap();
+        let _ = Command::new("true").status();
+    }
+
+    #[test]
+    #[ignore = "run by the tests below"]
+    fn socket() {
+        seccomp::apply(seccomp::Action::Kill, false).unwrap();
+        let _ = UnixStream::pair();
+    }
+
+    #[test]
+    #[ignore = "run by the tests below"]
+    fn logged_socket() {
+        seccomp::apply(seccomp::Action::Log, false).unwrap();
+        UnixStream::pair().unwrap();
+        std::process::exit(0);
+    }
+}
+
+fn run_filtered(name: &str) -> std::process::ExitStatus {
+    let args = ["--ignored", "--exact", "--test-threads=1", &format!("filtered::{name}")];
+    Command::new(std::env::current_exe().unwrap()).args(args).stdout(Stdio::null()).status().unwrap()
+}
+
+#[test]
+fn the_filter_lets_threads_be_and_ends_what_is_not_listed() {
+    assert_eq!(run_filtered("thread").code(), Some(0));
+    assert_eq!(run_filtered("process").signal(), Some(libc::SIGSYS));
+    assert_eq!(run_filtered("socket").signal(), Some(libc::SIGSYS));
+    assert_eq!(run_filtered("logged_socket").code(), Some(0));
+}
