@@ -1,0 +1,128 @@
+# shellcheck shell=bash
+# Sourced by the scripts of this directory.
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+cache=${XDG_CACHE_HOME:-$HOME/.cache}/thruway
+
+say() { printf '%s: %s\n' "${0##*/}" "$*" >&2; }
+die() { say "$*"; exit 1; }
+
+# artefact NAME FILE...: the cache directory of what NAME is built from these files.
+artefact() {
+    local name=$1
+    shift
+    # 12 digits: the few dozen versions that a cache ever holds do not collide.
+    printf '%s/%s-%s\n' "$cache" "$name" "$(cat -- "$@" | sha256sum | cut -c1-12)"
+}
+
+tools_dir() { artefact tools "$here/build-tools"; }
+tree_dir() { artefact tree "$here/build-tree" "$here/build-tools" "$here/packages/tree.list" "$here/pjdfstest.toml"; }
+uml_smp_dir() { artefact uml-smp "$here/build-uml-smp" "$here/uml-smp.config"; }
+
+package_list() { grep -vE '^(#|$)' "$here/packages/$1.list"; }
+
+# logged TITLE COMMAND...: runs it with its output in a file of the cache, shows that it lives, and on failure its end.
+logged() {
+    local title=$1 log=$cache/logs/${1// /-}.log status=0 start=$SECONDS job ticker
+    shift
+    mkdir -p "$cache/logs"
+    say "$title ..."
+    "$@" >"$log" 2>&1 </dev/null &
+    job=$!
+    # 10 s: often enough to see that it goes on, seldom enough to read.
+    (while sleep 10 >&- 2>&-; do
+        say "$title, $((SECONDS - start)) s: $(tail -c 300 "$log" | tr '\r' '\n' | tail -n 1 | cut -c1-100)"
+    done) &
+    ticker=$!
+    wait "$job" || status=$?
+    kill "$ticker"
+    wait "$ticker" 2>/dev/null || true
+    if ((status)); then
+        # 30 lines: a compiler's error with its context fits.
+        tail -n 30 "$log" >&2
+        die "$title failed (status $status); the whole log: $log"
+    fi
+    say "$title: done in $((SECONDS - start)) s"
+}
+
+# build_once DIRECTORY FUNCTION: fills DIRECTORY by FUNCTION, unless it is there; one at a time, and whole or not at all.
+build_once() {
+    local directory=$1 fill=$2
+    [[ ! -d $directory ]] || return 0
+    mkdir -p "$cache"
+    exec 9>"$directory.lock"
+    flock 9
+    if [[ ! -d $directory ]]; then
+        partial=$directory.partial
+        rm -rf "$partial"
+        mkdir "$partial"
+        "$fill"
+        mv "$partial" "$directory"
+    fi
+    exec 9>&-
+    rm -f "$directory.lock"
+}
+
+keyring=/usr/share/keyrings/debian-archive-keyring.gpg
+
+# The mirror that this machine's apt uses; without one, the mirror that mmdebstrap knows.
+debian_mirror() {
+    local mirror
+    # shellcheck disable=SC2016  # apt's own variable
+    mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 'Origin: Debian' 'Label: Debian' | sed -n 1p)
+    if [[ -z $mirror ]]; then
+        # shellcheck disable=SC2016  # $1 is the hook's
+        mirror=$(mmdebstrap --quiet --variant=custom --setup-hook='grep -ohE "https?://[^ ]+" -r "$1/etc/apt" >&2; exit 1' \
+            trixie /dev/null 2>&1 >/dev/null | grep -m 1 -oE 'https?://[^ ]+' || true)
+    fi
+    [[ -n $mirror ]] || die "no Debian mirror found: is there one in /etc/apt? (apt-get update)"
+    printf '%s\n' "$mirror"
+}
+
+# debian_sources: trixie with its backports, and sid, whose Release file is at times past its date.
+debian_sources() {
+    local mirror suite
+    mirror=$(debian_mirror)
+    for suite in trixie trixie-updates trixie-backports; do
+        printf 'deb [signed-by=%s] %s %s main\n' "$keyring" "$mirror" "$suite"
+    done
+    printf 'deb [signed-by=%s check-valid-until=no] %s sid main\n' "$keyring" "$mirror"
+}
+
+# debian_preferences: sid gives only what is named, and backports only QEMU and the kernels.
+debian_preferences() {
+    cat <<'END'
+Package: *
+Pin: release n=sid
+Pin-Priority: -1
+
+Package: user-mode-linux
+Pin: release n=sid
+Pin-Priority: 500
+
+Package: src:qemu src:seabios src:ipxe
+Pin: release n=trixie-backports
+Pin-Priority: 500
+END
+}
+
+# private_apt DIRECTORY: an apt of our own there, used by APT_CONFIG=DIRECTORY/apt.conf.
+private_apt() {
+    mkdir -p "$1"/{state/lists/partial,cache/archives/partial,preferences.d}
+    debian_sources >"$1/sources.list"
+    : >"$1/status"
+    cat >"$1/apt.conf" <<END
+Dir::State "$1/state";
+Dir::State::status "$1/status";
+Dir::Cache "$1/cache";
+Dir::Etc::sourcelist "$1/sources.list";
+Dir::Etc::sourceparts "/dev/null";
+Dir::Etc::preferences "/dev/null";
+Dir::Etc::preferencesparts "$1/preferences.d";
+Dir::Etc::trusted "$keyring";
+Acquire::Languages "none";
+Acquire::IndexTargets::deb::DEP-11::DefaultEnabled "false";
+APT::Sandbox::User "root";
+END
+    APT_CONFIG=$1/apt.conf apt-get --quiet update
+}
