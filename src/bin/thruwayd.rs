@@ -77,7 +77,8 @@ fn listen(options: &Options) -> Result<(UnixListener, Option<File>), listen::Err
 fn start_fs(options: &Options, entered: Entered) -> Result<PassthroughFs, Box<dyn Error>> {
     let config = options.fs_config()?;
     let handles = config.inode_file_handles;
-    caps::limit(&options.modcaps.clone().unwrap_or_default(), handles != FileHandles::Never)?;
+    let opens_handles = handles != FileHandles::Never || config.migration.trust_handles;
+    caps::limit(&options.modcaps.clone().unwrap_or_default(), opens_handles)?;
     PassthroughFs::new(entered.root, entered.proc_self_fd, config).map_err(|e| match handles {
         FileHandles::Mandatory => {
             format!("no file handles for this share: {e}: use --inode-file-handles=prefer, or run as root").into()

@@ -8,6 +8,7 @@ use std::ffi::OsString;
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
 
+use caps::Capability;
 use clap::error::ErrorKind;
 use clap::{Parser, ValueEnum};
 use thiserror::Error;
@@ -16,26 +17,13 @@ use tracing::level_filters::LevelFilter;
 use crate::device;
 use crate::fs::idmap::{self, IdMap};
 use crate::fs::xattrmap::XattrMap;
-use crate::fs::{self, CachePolicy, FileHandles, Offer};
+use crate::fs::{self, CachePolicy, FileHandles, MigrationMode, MigrationOnError, Offer};
 use crate::sandbox::caps::ModCaps;
 use crate::sandbox::{self, IdRange, Sandbox, seccomp};
 
 /// Features of docs/interop/vhost-user.json in QEMU that this daemon has, as in `50-thruway.json`.
-const FEATURES: [&str; 3] = ["posix-acl-negotiation-mode", "security-label-negotiation-mode", "separate-options"];
-
-/// How the target of a migration finds the guest's files.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum MigrationMode {
-    FindPaths,
-    FileHandles,
-}
-
-/// What comes of a file that the target of a migration cannot find.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum MigrationOnError {
-    Abort,
-    GuestError,
-}
+const FEATURES: [&str; 4] =
+    ["migrate-precopy", "posix-acl-negotiation-mode", "security-label-negotiation-mode", "separate-options"];
 
 /// The command line of `thruwayd`.
 #[derive(Clone, Debug, Parser)]
@@ -214,19 +202,30 @@ pub struct Options {
     #[arg(long, value_name = "N")]
     pub rlimit_nofile: Option<u64>,
 
-    /// How a migration finds the guest's files on the target (accepted, like the next three, but there is none yet)
+    /// What the source of a migration tells the target about the guest's files: their paths, or their file handles
+    ///
+    /// Paths need only the same contents at both ends, but a removed file that the guest has open has none, and somebody
+    /// may put another file in a path's place meanwhile. File handles avoid both; they need the same file system at
+    /// both ends, and at the target CAP_DAC_READ_SEARCH and this same option (or --modcaps=+dac_read_search), as whoever
+    /// controls the source can then name any file of that file system.
     #[arg(long, default_value = "find-paths")]
     pub migration_mode: MigrationMode,
 
-    /// What a target does about files it cannot find: abort the migration, or let the guest have errors
+    /// What the target of a migration does about a file that it cannot find or open: abort, or let the guest have errors
+    ///
+    /// With abort, the guest goes on at the source. With guest-error, all that it asks of that file fails with EIO.
     #[arg(long, default_value = "abort")]
     pub migration_on_error: MigrationOnError,
 
-    /// Compare file handles on the target of a migration (with --migration-mode=find-paths)
+    /// Have the target of a migration see by their file handles that it finds the very same files (for the source)
+    ///
+    /// Needs the same file system at both ends. With --migration-mode=find-paths.
     #[arg(long)]
     pub migration_verify_handles: bool,
 
-    /// Look at all paths again before a migration switches over (with --migration-mode=find-paths)
+    /// Look at each path once more when all are found, and find those anew that are wrong by then (for the source)
+    ///
+    /// The guest stands still meanwhile. With --migration-mode=find-paths.
     #[arg(long)]
     pub migration_confirm_paths: bool,
 
@@ -392,7 +391,19 @@ impl Options {
             uid_map: ids("uid", &self.translate_uid)?,
             gid_map: ids("gid", &self.translate_gid)?,
             xattrmap: self.xattrmap.clone(),
+            migration: self.migration(),
         })
+    }
+
+    fn migration(&self) -> fs::Migration {
+        let adds = |modcaps: &ModCaps| modcaps.adds(&Capability::CAP_DAC_READ_SEARCH);
+        fs::Migration {
+            mode: self.migration_mode,
+            on_error: self.migration_on_error,
+            verify_handles: self.migration_verify_handles,
+            confirm_paths: self.migration_confirm_paths,
+            trust_handles: self.migration_mode == MigrationMode::FileHandles || self.modcaps.as_ref().is_some_and(adds),
+        }
     }
 
     /// Old spellings in use, each with what to write instead.

@@ -8,7 +8,9 @@ mod config;
 mod dirty;
 mod queue;
 mod ring;
+mod state;
 
+use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixListener;
@@ -16,7 +18,10 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
-use vhost::vhost_user::message::{VhostUserProtocolFeatures as Protocol, VhostUserVirtioFeatures};
+use vhost::vhost_user::message::{
+    VhostTransferStateDirection, VhostTransferStatePhase, VhostUserProtocolFeatures as Protocol,
+    VhostUserVirtioFeatures,
+};
 use vhost::vhost_user::{Backend, Error as VhostError, Listener};
 use vhost_user_backend::{Error as BackendError, VhostUserBackend, VhostUserDaemon};
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
@@ -31,6 +36,7 @@ use config::ConfigSpace;
 use dirty::DirtyLog;
 use queue::Workers;
 use ring::Vring;
+use state::Transfer;
 
 pub use config::TAG_LEN;
 
@@ -55,6 +61,16 @@ pub trait Handler: Send + Sync + 'static {
 
     /// The guest or its device was reset, or the frontend is gone: ends requests that wait and forgets the session.
     fn reset(&self);
+
+    /// The session, for another daemon. All queues rest meanwhile.
+    fn save(&self) -> io::Result<Vec<u8>> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    /// Takes over what [`save`](Self::save) gave; it may be anything. All queues rest meanwhile.
+    fn load(&self, _state: &[u8]) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
 }
 
 impl<F: FileSystem + Send + Sync + 'static> Handler for Server<F> {
@@ -64,6 +80,14 @@ impl<F: FileSystem + Send + Sync + 'static> Handler for Server<F> {
 
     fn reset(&self) {
         Server::reset(self)
+    }
+
+    fn save(&self) -> io::Result<Vec<u8>> {
+        Server::save(self)
+    }
+
+    fn load(&self, state: &[u8]) -> io::Result<()> {
+        Server::load(self, state)
     }
 }
 
@@ -132,6 +156,7 @@ struct Device<H> {
     exit: EventFd,
     /// The channel for requests to the frontend. The frontend takes its closing for a failure.
     channel: Mutex<Option<Backend>>,
+    transfer: Transfer,
 }
 
 impl<H: Handler> Device<H> {
@@ -150,6 +175,7 @@ impl<H: Handler> Device<H> {
             rings: (0..=options.request_queues).map(|_| OnceLock::new()).collect(),
             exit: EventFd::new(EFD_NONBLOCK).map_err(|e| Error::Setup(e.to_string()))?,
             channel: Mutex::new(None),
+            transfer: Transfer::default(),
         }))
     }
 
@@ -175,6 +201,7 @@ impl<H: Handler> Device<H> {
     fn close(&self) {
         self.workers.closing.store(true, Ordering::Relaxed);
         let _ = self.exit.write(1);
+        self.transfer.cancel();
         self.reset_rings();
         *self.channel.lock() = None;
     }
@@ -228,7 +255,8 @@ impl<H: Handler> VhostUserBackend for Device<H> {
             | Protocol::BACKEND_REQ
             | Protocol::BACKEND_SEND_FD
             | Protocol::RESET_DEVICE
-            | Protocol::LOG_SHMFD;
+            | Protocol::LOG_SHMFD
+            | Protocol::DEVICE_STATE;
         // QEMU's vhost-user-fs-pci has the tag itself and warns of a backend that offers one.
         features.set(Protocol::CONFIG, self.has_tag);
         features
@@ -251,6 +279,33 @@ impl<H: Handler> VhostUserBackend for Device<H> {
 
     fn set_backend_req_fd(&self, backend: Backend) {
         *self.channel.lock() = Some(backend);
+    }
+
+    fn set_device_state_fd(
+        &self,
+        direction: VhostTransferStateDirection,
+        _phase: VhostTransferStatePhase,
+        file: File,
+    ) -> io::Result<Option<File>> {
+        if self.rings.iter().filter_map(OnceLock::get).any(|ring| ring.0.is_started()) {
+            return Err(state::refuse("the device is running"));
+        }
+        let handler = self.workers.handler.clone();
+        match direction {
+            VhostTransferStateDirection::SAVE => {
+                let waiting = self.workers.waiting.load(Ordering::Acquire) > 0;
+                if waiting || self.rings.iter().filter_map(OnceLock::get).any(|ring| ring.0.owes()) {
+                    return Err(state::refuse("a process of the guest waits for a lock, which cannot move"));
+                }
+                self.transfer.save(file, move || handler.save())?
+            }
+            VhostTransferStateDirection::LOAD => self.transfer.load(file, move |state| handler.load(state))?,
+        }
+        Ok(None)
+    }
+
+    fn check_device_state(&self) -> io::Result<()> {
+        self.transfer.finish()
     }
 
     fn queues_per_thread(&self) -> Vec<u64> {

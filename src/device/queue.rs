@@ -122,10 +122,11 @@ impl<H: Handler> Workers<H> {
         let ring = Arc::downgrade(ring);
         let work = move || {
             completion.reply = wait();
-            drop(permit);
             if let Some(ring) = ring.upgrade() {
                 ring.complete(completion);
             }
+            // The reply is with the ring before nothing seems to wait any more.
+            drop(permit);
         };
         let thread = thread::Builder::new().name("thruway-wait".into()).stack_size(WAIT_STACK);
         thread.spawn(work).map(drop).ok()

@@ -137,6 +137,16 @@ impl Ring {
         self.publish(&mut state, &mem, &mut used);
     }
 
+    /// Whether chains may be taken from it.
+    pub fn is_started(&self) -> bool {
+        self.vring.get_ref().get_queue().ready()
+    }
+
+    /// Whether there are replies that came when it was stopped.
+    pub fn owes(&self) -> bool {
+        !self.late.lock().held.is_empty()
+    }
+
     fn stop(&self) {
         let was_ready = {
             let mut state = self.vring.get_mut();

@@ -9,21 +9,33 @@ use rustix::io::Errno;
 
 use super::FileHandles;
 use super::inode::{Place, reopen};
+use super::stream::RawState;
 use super::sys::{self, MAX_HANDLE, RawHandle};
 use crate::fuse::ops::Result;
 
 /// A file handle and an open file of its mount.
 pub struct FileHandle {
     mount: Arc<OwnedFd>,
-    kind: i32,
-    data: Box<[u8]>,
+    raw: RawState,
+}
+
+/// The kernel's handle of an O_PATH descriptor's file, and its mount's id. It may be one that does not open.
+pub fn raw_handle(fd: BorrowedFd) -> Result<(RawState, i32)> {
+    let (raw, mount) = sys::name_to_handle(fd)?;
+    let data = raw.data.get(..raw.bytes as usize).ok_or(Errno::OVERFLOW)?.into();
+    Ok((RawState { kind: raw.kind, data }, mount))
+}
+
+/// Opens a file by its handle, on the mount of which `mount` is an open file (not by O_PATH).
+pub fn open_raw(mount: BorrowedFd, handle: &RawState, flags: OFlags) -> Result<OwnedFd> {
+    let mut raw = RawHandle { bytes: handle.data.len() as u32, kind: handle.kind, data: [0; MAX_HANDLE] };
+    raw.data.get_mut(..handle.data.len()).ok_or(Errno::OVERFLOW)?.copy_from_slice(&handle.data);
+    sys::open_by_handle(mount, &raw, flags.bits() as i32)
 }
 
 impl FileHandle {
     pub fn open(&self, flags: OFlags) -> Result<OwnedFd> {
-        let mut raw = RawHandle { bytes: self.data.len() as u32, kind: self.kind, data: [0; MAX_HANDLE] };
-        raw.data[..self.data.len()].copy_from_slice(&self.data);
-        sys::open_by_handle(self.mount.as_fd(), &raw, flags.bits() as i32)
+        open_raw(self.mount.as_fd(), &self.raw, flags)
     }
 }
 
@@ -67,10 +79,9 @@ impl Handles {
 
     /// A handle that was seen to open.
     pub fn handle(&self, fd: BorrowedFd) -> Result<FileHandle> {
-        let (raw, mount) = sys::name_to_handle(fd)?;
-        let data = raw.data.get(..raw.bytes as usize).ok_or(Errno::OVERFLOW)?.into();
+        let (raw, mount) = raw_handle(fd)?;
         let (mount, new) = self.mount(mount, fd)?;
-        let handle = FileHandle { mount, kind: raw.kind, data };
+        let handle = FileHandle { mount, raw };
         if new {
             handle.open(OFlags::PATH)?;
         }

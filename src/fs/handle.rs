@@ -61,11 +61,17 @@ pub struct DirState {
     pub offset: u64,
 }
 
+/// Slots that a migration may fill: more handles than a source has whose limit of descriptors is the default million
+/// (`--rlimit-nofile`). It bounds what a damaged `fh` can cost: 100 MiB.
+const MAX_RESTORED: u32 = 1 << 20;
+
 /// A slot's handle, and how often the slot was used: an `fh` names one use of one slot.
 #[derive(Default)]
 struct Slot {
     generation: u32,
     handle: Option<Handle>,
+    /// The nodeid of a handle that a migration lost.
+    lost: Option<u64>,
 }
 
 /// Slots in the first chunk; each chunk is twice as long as the one before it.
@@ -150,8 +156,70 @@ impl Handles {
         let slot = self.slot(fh as u32).ok_or(Errno::BADF)?.read_recursive();
         match &slot.handle {
             Some(handle) if handle.node == node && slot.generation == (fh >> 32) as u32 => Ok(Guard(slot)),
+            None if slot.lost == Some(node) && slot.generation == (fh >> 32) as u32 => Err(Errno::IO),
             _ => Err(Errno::BADF),
         }
+    }
+
+    /// Calls `each` with all handles and their `fh`, and with the nodeid alone of those that are lost.
+    pub fn for_each(&self, mut each: impl FnMut(u64, std::result::Result<&Handle, u64>)) {
+        let used = self.free.lock().used;
+        for index in 0..used {
+            let Some(slot) = self.slot(index) else { continue };
+            let slot = slot.read_recursive();
+            let fh = u64::from(slot.generation) << 32 | u64::from(index);
+            match (&slot.handle, slot.lost) {
+                (Some(handle), _) => each(fh, Ok(handle)),
+                (None, Some(node)) => each(fh, Err(node)),
+                (None, None) => {}
+            }
+        }
+    }
+
+    /// Enters a handle that another daemon gave this `fh`, or only the nodeid of one that is lost. There are no requests
+    /// before [`restored`](Self::restored).
+    ///
+    /// # Errors
+    /// EEXIST where there is one in its place, ENFILE where no daemon can have given it.
+    pub fn restore(&self, fh: u64, handle: std::result::Result<Handle, u64>) -> Result<()> {
+        let index = fh as u32;
+        if index >= MAX_RESTORED {
+            return Err(Errno::NFILE);
+        }
+        self.make_used(index)?;
+        let mut slot = self.slot(index).ok_or(Errno::NFILE)?.write();
+        if slot.handle.is_some() || slot.lost.is_some() {
+            return Err(Errno::EXIST);
+        }
+        slot.generation = (fh >> 32) as u32;
+        match handle {
+            Ok(handle) => slot.handle = Some(handle),
+            Err(node) => slot.lost = Some(node),
+        }
+        Ok(())
+    }
+
+    /// Makes the slots up to `index` ones that were used.
+    fn make_used(&self, index: u32) -> Result<()> {
+        let mut free = self.free.lock();
+        while free.used <= index {
+            self.grow(free.used)?;
+            free.used += 1;
+        }
+        Ok(())
+    }
+
+    /// To be called when all are restored, before there are requests.
+    pub fn restored(&self) {
+        let used = self.free.lock().used;
+        let is_free = |index: &u32| {
+            self.slot(*index).is_some_and(|slot| {
+                let slot = slot.read();
+                slot.handle.is_none() && slot.lost.is_none()
+            })
+        };
+        let slots = (0..used).filter(is_free).collect();
+        self.free.lock().slots = slots;
     }
 
     /// Takes the handle out.
@@ -161,10 +229,13 @@ impl Handles {
             if slot.generation != (fh >> 32) as u32 {
                 return Err(Errno::BADF);
             }
-            slot.handle.take_if(|handle| handle.node == node).ok_or(Errno::BADF)?
+            match slot.lost.take_if(|lost| *lost == node) {
+                Some(_) => Err(Errno::IO),
+                None => Ok(slot.handle.take_if(|handle| handle.node == node).ok_or(Errno::BADF)?),
+            }
         };
         self.free.lock().slots.push(fh as u32);
-        Ok(handle)
+        handle
     }
 
     /// Closes all.
@@ -172,8 +243,11 @@ impl Handles {
         let used = self.free.lock().used;
         for index in 0..used {
             let Some(slot) = self.slot(index) else { continue };
-            let closed = slot.write().handle.take();
-            if closed.is_some() {
+            let (closed, lost) = {
+                let mut slot = slot.write();
+                (slot.handle.take(), slot.lost.take())
+            };
+            if closed.is_some() || lost.is_some() {
                 self.free.lock().slots.push(index);
             }
         }

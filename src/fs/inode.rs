@@ -34,6 +34,12 @@ struct Birth {
     format: u32,
 }
 
+impl Key {
+    pub fn of(st: &Statx) -> Self {
+        identity(st).0
+    }
+}
+
 fn identity(st: &Statx) -> (Key, Birth) {
     let known = st.stx_mask & StatxFlags::BTIME.bits() != 0;
     let (sec, nsec) = if known { (st.stx_btime.tv_sec, st.stx_btime.tv_nsec) } else { (0, 0) };
@@ -93,6 +99,8 @@ pub enum Place {
     Handle(FileHandle),
     /// Known by READDIRPLUS alone: opened at first need.
     Name(Arc<Inode>, Box<CStr>),
+    /// A migration lost it: all that the guest asks of it gets EIO.
+    Lost,
 }
 
 /// A file that the guest knows.
@@ -123,6 +131,7 @@ impl Inode {
             Place::Fd(fd) => f(fd.as_fd()),
             Place::Handle(handle) => f(handle.open(OFlags::PATH)?.as_fd()),
             Place::Name(..) => Err(Errno::STALE),
+            Place::Lost => Err(Errno::IO),
         }
     }
 
@@ -132,6 +141,7 @@ impl Inode {
             Place::Fd(fd) => reopen(fd.as_fd(), flags),
             Place::Handle(handle) => handle.open(flags),
             Place::Name(..) => Err(Errno::STALE),
+            Place::Lost => Err(Errno::IO),
         }
     }
 
@@ -164,6 +174,29 @@ impl Inode {
 
     fn is_lazy(&self) -> bool {
         matches!(*self.place.read_recursive(), Place::Name(..))
+    }
+
+    /// The directory and the name of a file that has yet to be opened.
+    pub fn lazy(&self) -> Option<(Arc<Inode>, Box<CStr>)> {
+        match &*self.place.read_recursive() {
+            Place::Name(parent, name) => Some((parent.clone(), name.clone())),
+            _ => None,
+        }
+    }
+
+    pub fn is_lost(&self) -> bool {
+        matches!(*self.place.read_recursive(), Place::Lost)
+    }
+
+    /// Whether `st` is of this inode's file.
+    pub fn is_of(&self, st: &Statx) -> bool {
+        let (key, birth) = identity(st);
+        self.key == key && self.is(birth)
+    }
+
+    /// References that the guest holds.
+    pub fn nlookup(&self) -> u64 {
+        self.nlookup.load(Ordering::Relaxed)
     }
 
     /// Notes that a file which has yet to be opened is now found under this name.
@@ -274,6 +307,58 @@ impl Inodes {
                 entry.get().clone()
             }
             Entry::Vacant(entry) => entry.insert(create()).clone(),
+        }
+    }
+
+    /// All inodes, by nodeid.
+    pub fn all(&self) -> Vec<Arc<Inode>> {
+        let mut all: Vec<_> = self.by_id.iter().map(|inode| inode.clone()).collect();
+        all.sort_unstable_by_key(|inode| inode.id);
+        all
+    }
+
+    /// The nodeid that comes next.
+    pub fn next_id(&self) -> u64 {
+        self.next_id.load(Ordering::Relaxed)
+    }
+
+    /// Makes `next` the nodeid that comes next.
+    pub fn set_next_id(&self, next: u64) {
+        self.next_id.store(next, Ordering::Relaxed);
+    }
+
+    /// Enters an inode that another daemon gave this nodeid.
+    ///
+    /// # Errors
+    /// EEXIST where there is one.
+    pub fn restore(&self, id: u64, nlookup: u64, st: &Statx, place: Place) -> Result<()> {
+        let (key, birth) = identity(st);
+        let lazy = matches!(place, Place::Name(..));
+        let inode = Inode { id, key, birth, nlookup: AtomicU64::new(nlookup), place: RwLock::new(place) };
+        let inode = self.insert(inode)?;
+        if lazy {
+            self.any_lazy.store(true, Ordering::Relaxed);
+        }
+        self.by_key.entry(key).or_insert(inode);
+        Ok(())
+    }
+
+    /// Enters an inode that is lost. `format`: S_IFMT bits.
+    ///
+    /// # Errors
+    /// EEXIST where there is one.
+    pub fn restore_lost(&self, id: u64, nlookup: u64, format: u32) -> Result<()> {
+        // No file has these.
+        let key = Key { dev: u64::MAX, ino: id, mount: u64::MAX };
+        let birth = Birth { sec: 0, nsec: 0, format };
+        let place = RwLock::new(Place::Lost);
+        self.insert(Inode { id, key, birth, nlookup: AtomicU64::new(nlookup), place }).map(drop)
+    }
+
+    fn insert(&self, inode: Inode) -> Result<Arc<Inode>> {
+        match self.by_id.entry(inode.id) {
+            Entry::Occupied(_) => Err(Errno::EXIST),
+            Entry::Vacant(entry) => Ok(entry.insert(Arc::new(inode)).clone()),
         }
     }
 

@@ -4,9 +4,10 @@
 use std::ops::ControlFlow;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 
 use dashmap::DashMap;
+use dashmap::mapref::entry::Entry;
 use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 
@@ -28,7 +29,7 @@ pub struct Locks {
 #[derive(Default)]
 struct Waiter {
     /// 0 until its thread runs.
-    tid: std::sync::atomic::AtomicI32,
+    tid: AtomicI32,
     interrupted: AtomicBool,
 }
 
@@ -67,24 +68,41 @@ impl Locks {
     }
 
     /// A wait that [`interrupt`](Self::interrupt) can end. `lock` is called until it gives no EINTR.
-    fn wait(&self, unique: u64, mut lock: impl FnMut() -> Result<()> + Send + 'static) -> LockWait {
+    ///
+    /// # Errors
+    /// EINVAL where the guest waits by this number already.
+    fn wait(&self, unique: u64, mut lock: impl FnMut() -> Result<()> + Send + 'static) -> Result<LockWait> {
         let waiter = Arc::new(Waiter::default());
-        let waiting = self.waiting.clone();
-        waiting.insert(unique, waiter.clone());
-        Box::new(move || {
+        match self.waiting.entry(unique) {
+            Entry::Occupied(_) => return Err(Errno::INVAL),
+            Entry::Vacant(entry) => entry.insert(waiter.clone()),
+        };
+        let registered = Registered { unique, waiting: self.waiting.clone() };
+        Ok(Box::new(move || {
+            let _registered = registered;
             waiter.tid.store(sys::gettid(), Ordering::SeqCst);
-            let result = loop {
+            loop {
                 if waiter.interrupted.load(Ordering::SeqCst) {
-                    break Err(Errno::INTR);
+                    return Err(Errno::INTR);
                 }
                 match lock() {
                     Err(Errno::INTR) => {}
-                    done => break done,
+                    done => return done,
                 }
-            };
-            waiting.remove(&unique);
-            result
-        })
+            }
+        }))
+    }
+}
+
+/// A wait's place in the table, until it is over or given up.
+struct Registered {
+    unique: u64,
+    waiting: Arc<DashMap<u64, Arc<Waiter>>>,
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        self.waiting.remove(&self.unique);
     }
 }
 
@@ -127,7 +145,7 @@ impl PassthroughFs {
         match flock(handle.fd(), try_it) {
             Err(Errno::AGAIN) if wait => {
                 let file = rustix::io::fcntl_dupfd_cloexec(handle.fd(), 0)?;
-                Ok(ControlFlow::Break(self.locks.wait(unique, move || flock(&file, do_it))))
+                Ok(ControlFlow::Break(self.locks.wait(unique, move || flock(&file, do_it))?))
             }
             done => done.map(ControlFlow::Continue),
         }
@@ -167,7 +185,7 @@ impl LockOps for PassthroughFs {
         match sys::ofd_lock(file.as_fd(), libc::F_OFD_SETLK, &mut lock) {
             Err(Errno::AGAIN) if wait => {
                 let wait = move || sys::ofd_lock(file.as_fd(), libc::F_OFD_SETLKW, &mut lock);
-                Ok(ControlFlow::Break(self.locks.wait(unique, wait)))
+                Ok(ControlFlow::Break(self.locks.wait(unique, wait)?))
             }
             done => done.map(ControlFlow::Continue),
         }

@@ -10,6 +10,9 @@ pub mod idmap;
 mod inode;
 mod lock;
 mod name;
+mod path;
+mod state;
+mod stream;
 mod sys;
 #[cfg(test)]
 mod tests;
@@ -17,6 +20,7 @@ mod xattr;
 pub mod xattrmap;
 
 use std::ffi::CString;
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -58,6 +62,34 @@ pub enum Offer {
     Always,
 }
 
+/// How a migration's source says which file an inode is (`--migration-mode`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum MigrationMode {
+    FindPaths,
+    FileHandles,
+}
+
+/// What a migration's target does about a file that it cannot find (`--migration-on-error`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum MigrationOnError {
+    Abort,
+    GuestError,
+}
+
+/// How a session moves to another daemon.
+#[derive(Clone, Copy, Debug)]
+pub struct Migration {
+    pub mode: MigrationMode,
+    pub on_error: MigrationOnError,
+    /// `--migration-verify-handles`
+    pub verify_handles: bool,
+    /// `--migration-confirm-paths`
+    pub confirm_paths: bool,
+    /// As a target, open what the source names by file handle. Such a handle can name any file of the file system, in the
+    /// share or not.
+    pub trust_handles: bool,
+}
+
 /// What the file system is asked to do, as the command line says it.
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -81,6 +113,7 @@ pub struct Config {
     pub uid_map: IdMap,
     pub gid_map: IdMap,
     pub xattrmap: Option<XattrMap>,
+    pub migration: Migration,
 }
 
 impl Default for Config {
@@ -105,6 +138,13 @@ impl Default for Config {
             uid_map: IdMap::default(),
             gid_map: IdMap::default(),
             xattrmap: None,
+            migration: Migration {
+                mode: MigrationMode::FindPaths,
+                on_error: MigrationOnError::Abort,
+                verify_handles: false,
+                confirm_paths: false,
+                trust_handles: false,
+            },
         }
     }
 }
@@ -246,6 +286,14 @@ impl Control for PassthroughFs {
 
     fn interrupt(&self, unique: u64) {
         self.locks.interrupt(unique);
+    }
+
+    fn save(&self) -> io::Result<Vec<u8>> {
+        Ok(self.save_state()?.encode())
+    }
+
+    fn load(&self, flags: InitFlags, state: &[u8]) -> io::Result<()> {
+        self.load_state(flags, state).inspect_err(|_| self.destroy())
     }
 }
 

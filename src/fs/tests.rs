@@ -539,6 +539,9 @@ fn locks_wait_off_the_queue_and_end() {
         s.fs.release(node, &ReleaseIn { fh: b, ..Default::default() }).unwrap();
         assert!(lock(&s, node, a, 1, libc::F_WRLCK, flags, false).is_ok());
 
+        // A wait that is given up leaves nothing behind.
+        drop(lock(&s, node, c, 4, libc::F_WRLCK, flags, true).unwrap());
+
         // The end of the session ends waits and locks.
         let waiting = waiting(c, 4);
         s.fs.destroy();

@@ -6,6 +6,7 @@ pub mod buf;
 pub mod ops;
 mod reply;
 mod request;
+mod state;
 
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicU64, Ordering};

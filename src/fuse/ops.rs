@@ -1,6 +1,7 @@
 //! What a file system does for the server, a trait for each concern. Errors are errnos; they reach the guest as they are.
 
 use std::ffi::CStr;
+use std::io;
 use std::ops::ControlFlow;
 
 use rustix::io::Errno;
@@ -50,6 +51,21 @@ pub trait Control: Send + Sync + 'static {
     fn destroy(&self);
     /// Ends the waiting lock of this request, if it is one, with EINTR.
     fn interrupt(&self, unique: u64);
+    /// Every nodeid and handle, for another daemon. There are no requests meanwhile.
+    ///
+    /// # Errors
+    /// What keeps the session from moving.
+    fn save(&self) -> io::Result<Vec<u8>> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+    /// Takes over what [`save`](Self::save) gave. `flags`: what INIT settled. There are no requests meanwhile. The state
+    /// may be anything.
+    ///
+    /// # Errors
+    /// What is wrong; there is no nodeid or handle then.
+    fn load(&self, _flags: InitFlags, _state: &[u8]) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
 }
 
 pub trait Attrs {

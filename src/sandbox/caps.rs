@@ -53,7 +53,8 @@ impl ModCaps {
         }
     }
 
-    fn adds(&self, capability: &Capability) -> bool {
+    /// Whether it adds this one.
+    pub fn adds(&self, capability: &Capability) -> bool {
         self.0.iter().rfind(|(_, c)| c == capability).is_some_and(|(add, _)| *add)
     }
 }

@@ -1,0 +1,138 @@
+//! Transfer of the session to or from the frontend (vhost-user, "Migrating back-end state").
+
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::sync::Arc;
+use std::thread::{Builder, JoinHandle};
+
+use parking_lot::Mutex;
+
+/// Longest state that is taken in bytes: that of some 40 million inodes with paths of 70 bytes.
+const MAX_STATE: u64 = 4 << 30;
+
+/// The transfer of one connection, on a thread of its own.
+#[derive(Default)]
+pub struct Transfer {
+    thread: Mutex<Option<JoinHandle<io::Result<()>>>>,
+    /// The connection is over. Locked while a session is entered.
+    cancelled: Arc<Mutex<bool>>,
+}
+
+/// Refuses a transfer, and logs why: the frontend is not told.
+pub fn refuse(why: &str) -> io::Error {
+    tracing::error!("no migration: {why}");
+    io::Error::other(why.to_owned())
+}
+
+impl Transfer {
+    /// Writes to `file` what `save` gives.
+    ///
+    /// # Errors
+    /// If another transfer is under way, or there can be no thread.
+    pub fn save(&self, mut file: File, save: impl FnOnce() -> io::Result<Vec<u8>> + Send + 'static) -> io::Result<()> {
+        self.start("save", move || {
+            let state = save()?;
+            file.write_all(&state)?;
+            tracing::info!("the session is saved ({} bytes)", state.len());
+            Ok(())
+        })
+    }
+
+    /// Reads `file` to its end and gives that to `load`.
+    ///
+    /// # Errors
+    /// As [`save`](Self::save).
+    pub fn load(&self, file: File, load: impl FnOnce(&[u8]) -> io::Result<()> + Send + 'static) -> io::Result<()> {
+        let cancelled = self.cancelled.clone();
+        self.start("load", move || {
+            let mut state = Vec::new();
+            // One more, so that a longer state is not taken for a whole one.
+            file.take(MAX_STATE + 1).read_to_end(&mut state)?;
+            if state.len() as u64 > MAX_STATE {
+                return Err(io::Error::other("the state is too long"));
+            }
+            let cancelled = cancelled.lock();
+            if *cancelled {
+                return Err(io::ErrorKind::ConnectionAborted.into());
+            }
+            load(&state)?;
+            tracing::info!("the session is loaded ({} bytes)", state.len());
+            Ok(())
+        })
+    }
+
+    fn start(&self, what: &'static str, work: impl FnOnce() -> io::Result<()> + Send + 'static) -> io::Result<()> {
+        let mut thread = self.thread.lock();
+        if thread.as_ref().is_some_and(|thread| !thread.is_finished()) {
+            return Err(refuse("another one is under way"));
+        }
+        let work = move || work().inspect_err(|e| tracing::error!("cannot {what} the session: {e}"));
+        *thread = Some(Builder::new().name("thruway-state".into()).spawn(work)?);
+        Ok(())
+    }
+
+    /// Waits for the end of the transfer, and says how it went.
+    ///
+    /// # Errors
+    /// What failed, or that there was none.
+    pub fn finish(&self) -> io::Result<()> {
+        let thread = self.thread.lock().take().ok_or_else(|| refuse("none was started"))?;
+        thread.join().unwrap_or_else(|_| Err(io::Error::other("the transfer panicked")))
+    }
+
+    /// Keeps a state that is still to come from being entered; waits for one that is entered just now.
+    pub fn cancel(&self) {
+        *self.cancelled.lock() = true;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::pipe;
+    use std::os::fd::OwnedFd;
+
+    use super::*;
+
+    fn file(end: impl Into<OwnedFd>) -> File {
+        end.into().into()
+    }
+
+    #[test]
+    fn a_state_goes_through_pipes() {
+        let (from, to) = pipe().unwrap();
+        let (source, target) = (Transfer::default(), Transfer::default());
+        // More than a pipe holds.
+        let state = vec![7; 1 << 20];
+        let copy = state.clone();
+        source.save(file(to), move || Ok(copy)).unwrap();
+        target
+            .load(file(from), move |loaded| if loaded == state { Ok(()) } else { Err(io::ErrorKind::Other.into()) })
+            .unwrap();
+        assert!(source.finish().is_ok() && target.finish().is_ok());
+        assert!(source.finish().is_err());
+    }
+
+    #[test]
+    fn errors_are_told_when_asked_for() {
+        let (mut from, to) = pipe().unwrap();
+        let source = Transfer::default();
+        source.save(file(to), || Err(io::ErrorKind::NotFound.into())).unwrap();
+        assert_eq!(from.read_to_end(&mut Vec::new()).unwrap(), 0);
+        assert_eq!(source.finish().unwrap_err().kind(), io::ErrorKind::NotFound);
+        let (from, to) = pipe().unwrap();
+        drop(from);
+        source.save(file(to), || Ok(vec![0; 1 << 20])).unwrap();
+        assert!(source.finish().is_err());
+    }
+
+    #[test]
+    fn nothing_is_entered_when_the_connection_is_over() {
+        let (from, to) = pipe().unwrap();
+        let target = Transfer::default();
+        target.load(file(from), |_| Ok(())).unwrap();
+        assert!(target.load(File::open("/dev/null").unwrap(), |_| Ok(())).is_err());
+        target.cancel();
+        drop(to);
+        assert_eq!(target.finish().unwrap_err().kind(), io::ErrorKind::ConnectionAborted);
+    }
+}

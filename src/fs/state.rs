@@ -1,0 +1,403 @@
+//! A session that moves to another daemon: every inode and handle, with the same nodeids and `fh`s. Locks stay behind.
+
+use std::collections::HashMap;
+use std::ffi::CString;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+use rustix::fs::{OFlags, Statx, fcntl_getfl, fstatfs};
+use rustix::io::Errno;
+
+use super::file_handle::{open_raw, raw_handle};
+use super::handle::Handle;
+use super::inode::{Inode, Place, open_path, reopen, stat};
+use super::path::{Finder, open_beneath};
+use super::stream::{HandleState, InodeState, Location, MountState, RawState, State};
+use super::{MigrationMode, MigrationOnError, PassthroughFs};
+use crate::fuse::abi::{InitFlags, ROOT_ID};
+use crate::fuse::ops::{Control, Result};
+
+/// What a session's open files keep of their flags. Creation and truncation were done when they were opened.
+const KEPT: OFlags = OFlags::ACCMODE.union(OFlags::DSYNC).union(OFlags::SYNC).union(OFlags::LARGEFILE);
+
+/// No daemon lives long enough to give out so many nodeids, and what is left of the numbers is enough for this one.
+const MAX_NODEID: u64 = 1 << 62;
+
+impl PassthroughFs {
+    /// The session. There are no requests meanwhile.
+    pub(super) fn save_state(&self) -> Result<State> {
+        let root = self.inodes.get(ROOT_ID)?;
+        root.with_fd(&self.places, |root_fd| {
+            let inodes = self.inodes.all();
+            let mut saver = Saver { fs: self, root: root_fd, mounts: Vec::new(), known: HashMap::new() };
+            let locations = match self.config.migration.mode {
+                MigrationMode::FindPaths => saver.paths(&inodes)?,
+                MigrationMode::FileHandles => inodes.iter().map(|inode| saver.by_handle(inode)).collect(),
+            };
+            let mut inodes: Vec<_> =
+                inodes.iter().zip(locations).map(|(inode, location)| saver.inode(inode, location)).collect();
+            // An entry comes after its directory.
+            inodes.sort_by_key(|inode| matches!(inode.location, Location::Entry { .. }));
+            Ok(State { next_id: self.inodes.next_id(), mounts: saver.mounts, inodes, handles: self.save_handles() })
+        })
+    }
+
+    fn save_handles(&self) -> Vec<HandleState> {
+        let mut all = Vec::new();
+        self.handles.for_each(|fh, handle| {
+            let (node, directory, flags) = match handle {
+                // The position in a directory comes with each request.
+                Ok(handle) => (handle.node, handle.listing().is_ok(), fcntl_getfl(handle.fd()).map_or(0, |f| f.bits())),
+                Err(node) => (node, false, 0),
+            };
+            all.push(HandleState { fh, node, directory, flags });
+        });
+        all
+    }
+
+    /// Takes over a session. There are no requests meanwhile.
+    pub(super) fn load_state(&self, flags: InitFlags, bytes: &[u8]) -> io::Result<()> {
+        let state = State::decode(bytes).map_err(invalid)?;
+        let settled = self.init(flags)?.flags;
+        if settled != flags {
+            let missing = flags - settled;
+            return Err(invalid(format!("the guest uses {missing:?}: give this daemon the options of the source")));
+        }
+        let mut loader = Loader::new(self, &state)?;
+        let done = loader.load(&state);
+        self.handles.restored();
+        done?;
+        self.inodes.set_next_id(state.next_id);
+        if loader.lost > 0 {
+            let (lost, all) = (loader.lost, state.inodes.len() + state.handles.len());
+            tracing::warn!("{lost} of {all} inodes and open files are lost: the guest gets EIO from them");
+        }
+        Ok(())
+    }
+}
+
+fn invalid(what: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what)
+}
+
+/// Writes down where the files are.
+struct Saver<'a> {
+    fs: &'a PassthroughFs,
+    root: BorrowedFd<'a>,
+    mounts: Vec<MountState>,
+    /// Indices into `mounts` by mount id.
+    known: HashMap<u64, Result<u32>>,
+}
+
+impl Saver<'_> {
+    /// The path of each inode, known to be right a moment ago.
+    fn paths(&self, inodes: &[Arc<Inode>]) -> Result<Vec<Location>> {
+        let finder = Finder::new(self.root)?;
+        let mut locations = vec![Location::Lost(Errno::NOENT); inodes.len()];
+        self.fill(&finder, inodes, &mut locations);
+        if self.fs.config.migration.confirm_paths {
+            for (inode, location) in inodes.iter().zip(&mut locations) {
+                if !self.confirm(&finder, inode, location) {
+                    *location = Location::Lost(Errno::NOENT);
+                }
+            }
+            self.fill(&finder, inodes, &mut locations);
+        }
+        Ok(locations)
+    }
+
+    /// Locates what is lost yet.
+    fn fill(&self, finder: &Finder, inodes: &[Arc<Inode>], locations: &mut [Location]) {
+        let mut hidden = Vec::new();
+        for (at, inode) in inodes.iter().enumerate() {
+            if !matches!(locations[at], Location::Lost(_)) {
+                continue;
+            }
+            let found = self.by_path(finder, inode);
+            if found.is_err() && self.has_name(inode) {
+                hidden.push(at);
+            }
+            locations[at] = found.unwrap_or_else(Location::Lost);
+        }
+        if hidden.is_empty() {
+            return;
+        }
+        tracing::info!("{} inodes are not where the kernel says: searching the share", hidden.len());
+        let mut found = finder.search(hidden.iter().map(|at| &*inodes[*at]));
+        for at in hidden {
+            if let Some(path) = found.remove(&inodes[at].id) {
+                locations[at] = Location::Path(path);
+            }
+        }
+    }
+
+    fn by_path(&self, finder: &Finder, inode: &Inode) -> Result<Location> {
+        if inode.id == ROOT_ID {
+            return Ok(Location::Root);
+        }
+        if let Some((parent, name)) = inode.lazy() {
+            let entry = Location::Entry { parent: parent.id, name: name.to_bytes().into() };
+            if self.fs.inodes.get(parent.id).is_ok() && self.confirm(finder, inode, &entry) {
+                return Ok(entry);
+            }
+        }
+        let path = inode.with_fd(&self.fs.places, |fd| finder.hint(fd))?;
+        if finder.is_at(inode, &path) { Ok(Location::Path(path)) } else { Err(Errno::NOENT) }
+    }
+
+    fn confirm(&self, finder: &Finder, inode: &Inode, location: &Location) -> bool {
+        match location {
+            Location::Path(path) => finder.is_at(inode, path),
+            Location::Entry { parent, name } => {
+                let there = entry(self.fs, *parent, name, |dir, name| stat(dir, &name));
+                there.is_ok_and(|st| inode.is_of(&st))
+            }
+            Location::Root | Location::Handle(..) | Location::Lost(_) => true,
+        }
+    }
+
+    /// A removed file is nowhere to be found; one that was never opened may have another name.
+    fn has_name(&self, inode: &Inode) -> bool {
+        match inode.with_fd(&self.fs.places, |fd| stat(fd, c"")) {
+            Ok(st) => st.stx_nlink > 0,
+            Err(_) => inode.lazy().is_some(),
+        }
+    }
+
+    fn by_handle(&mut self, inode: &Inode) -> Location {
+        if inode.id == ROOT_ID {
+            return Location::Root;
+        }
+        let mount = match self.known.get(&inode.key.mount) {
+            Some(known) => *known,
+            None => {
+                let new = self.mount(inode);
+                self.known.insert(inode.key.mount, new);
+                new
+            }
+        };
+        let raw = mount.and_then(|mount| Ok(Location::Handle(mount, self.raw(inode)?)));
+        raw.unwrap_or_else(Location::Lost)
+    }
+
+    /// The inode's handle. It opens an entry that was not needed yet, but does not keep it open.
+    fn raw(&self, inode: &Inode) -> Result<RawState> {
+        let raw = |fd: BorrowedFd| Ok(raw_handle(fd)?.0);
+        let Some((parent, name)) = inode.lazy() else { return inode.with_fd(&self.fs.places, raw) };
+        let fd = parent.with_fd(&self.fs.places, |dir| open_path(dir, &name))?;
+        if inode.is_of(&stat(fd.as_fd(), c"")?) { raw(fd.as_fd()) } else { Err(Errno::STALE) }
+    }
+
+    /// Adds the mount on which the inode is.
+    fn mount(&mut self, inode: &Inode) -> Result<u32> {
+        let path = self.mount_path(inode)?;
+        let fd = open_beneath(self.root, &path)?;
+        let (root, _) = raw_handle(fd.as_fd())?;
+        self.mounts.push(MountState { path, kind: fstatfs(&fd)?.f_type as u64, root });
+        Ok(self.mounts.len() as u32 - 1)
+    }
+
+    /// The shortest path that leads from the share's root to the inode's mount. The inode itself may have no name left.
+    fn mount_path(&self, inode: &Inode) -> Result<Vec<u8>> {
+        let is_there = |path: &[u8]| {
+            let st = open_beneath(self.root, path).and_then(|fd| stat(fd.as_fd(), c""));
+            st.is_ok_and(|st| st.stx_mnt_id == inode.key.mount)
+        };
+        if is_there(b"") {
+            return Ok(Vec::new());
+        }
+        let path = inode.with_fd(&self.fs.places, |fd| Finder::new(self.root)?.hint(fd))?;
+        let ends = path.iter().enumerate().filter(|(_, b)| **b == b'/').map(|(at, _)| at).chain([path.len()]);
+        let ways = ends.map(|end| &path[..end]);
+        ways.into_iter().find(|way| is_there(way)).map(Into::into).ok_or(Errno::NOENT)
+    }
+
+    fn inode(&self, inode: &Inode, location: Location) -> InodeState {
+        let (id, nlookup, format) = (inode.id, inode.nlookup(), inode.format());
+        let m = &self.fs.config.migration;
+        if !m.verify_handles || m.mode != MigrationMode::FindPaths || matches!(location, Location::Lost(_)) {
+            return InodeState { id, nlookup, format, location, verify: None };
+        }
+        match self.raw(inode) {
+            Ok(raw) => InodeState { id, nlookup, format, location, verify: Some(raw) },
+            Err(errno) => InodeState { id, nlookup, format, location: Location::Lost(errno), verify: None },
+        }
+    }
+}
+
+/// Runs `f` with a directory that the guest knows and the name of an entry.
+fn entry<R>(
+    fs: &PassthroughFs,
+    parent: u64,
+    name: &[u8],
+    f: impl FnOnce(BorrowedFd, CString) -> Result<R>,
+) -> Result<R> {
+    let name = CString::new(name).map_err(|_| Errno::INVAL)?;
+    fs.inodes.get(parent)?.with_fd(&fs.places, |dir| f(dir, name))
+}
+
+/// A mount that the source named: an open file of it.
+type Mount = Result<OwnedFd>;
+
+/// Enters what another daemon wrote down.
+struct Loader<'a> {
+    fs: &'a PassthroughFs,
+    root: Arc<Inode>,
+    mounts: Vec<Mount>,
+    lost: usize,
+}
+
+impl<'a> Loader<'a> {
+    fn new(fs: &'a PassthroughFs, state: &State) -> io::Result<Self> {
+        let sends_handles = state.inodes.iter().any(|inode| matches!(inode.location, Location::Handle(..)));
+        if (sends_handles || !state.mounts.is_empty()) && !fs.config.migration.trust_handles {
+            return Err(invalid(
+                "the source sends file handles: give this daemon --migration-mode=file-handles or \
+                 --modcaps=+dac_read_search, or the source --migration-mode=find-paths",
+            ));
+        }
+        let root = fs.inodes.get(ROOT_ID)?;
+        let mount = |mount| root.with_fd(&fs.places, |root| open_mount(root, mount));
+        let mounts = state.mounts.iter().map(mount).collect();
+        Ok(Self { fs, root, mounts, lost: 0 })
+    }
+
+    fn load(&mut self, state: &State) -> io::Result<()> {
+        let given = ROOT_ID..state.next_id.min(MAX_NODEID);
+        if state.next_id > MAX_NODEID || state.inodes.iter().any(|inode| !given.contains(&inode.id)) {
+            return Err(invalid("the state is damaged: a nodeid that was never given out"));
+        }
+        for inode in &state.inodes {
+            self.inode(inode)?;
+        }
+        for handle in &state.handles {
+            self.handle(handle)?;
+        }
+        Ok(())
+    }
+
+    fn inode(&mut self, inode: &InodeState) -> io::Result<()> {
+        if (inode.id == ROOT_ID) != (inode.location == Location::Root) {
+            return Err(invalid("the state is damaged: another root"));
+        }
+        let found = match inode.location {
+            Location::Root => {
+                let same = self.root.with_fd(&self.fs.places, |fd| verify(fd, inode));
+                return same.map(drop).map_err(|_| invalid("the shared directory is not the source's"));
+            }
+            _ => self.find(inode),
+        };
+        let entered = match found {
+            Ok((st, place)) => self.fs.inodes.restore(inode.id, inode.nlookup, &st, place),
+            Err(errno) => {
+                self.lose(&inode.location, errno)?;
+                self.fs.inodes.restore_lost(inode.id, inode.nlookup, inode.format)
+            }
+        };
+        entered.map_err(|_| invalid("the state is damaged: a nodeid comes twice"))
+    }
+
+    /// What comes of a file that cannot be found.
+    fn lose(&mut self, what: &dyn std::fmt::Display, errno: Errno) -> io::Result<()> {
+        if self.fs.config.migration.on_error == MigrationOnError::Abort {
+            let text = format!("{what}: {errno} (--migration-on-error=guest-error would go on without it)");
+            return Err(io::Error::new(io::ErrorKind::NotFound, text));
+        }
+        tracing::debug!("lost {what}: {errno}");
+        self.lost += 1;
+        Ok(())
+    }
+
+    fn find(&self, inode: &InodeState) -> Result<(Statx, Place)> {
+        let fd = match &inode.location {
+            Location::Path(path) => self.root.with_fd(&self.fs.places, |root| open_beneath(root, path))?,
+            Location::Entry { parent, name } => return self.find_entry(inode, *parent, name),
+            Location::Handle(mount, raw) => {
+                let mount = self.mounts.get(*mount as usize).ok_or(Errno::INVAL)?;
+                open_raw(mount.as_ref().map_err(|errno| *errno)?.as_fd(), raw, OFlags::PATH)?
+            }
+            Location::Lost(errno) => return Err(*errno),
+            Location::Root => return Err(Errno::INVAL),
+        };
+        let st = verify(fd.as_fd(), inode)?;
+        Ok((st, self.fs.places.place(fd)?))
+    }
+
+    fn find_entry(&self, inode: &InodeState, parent: u64, name: &[u8]) -> Result<(Statx, Place)> {
+        let directory = self.fs.inodes.get(parent)?;
+        entry(self.fs, parent, name, |dir, name| {
+            let st = match inode.verify {
+                Some(_) => verify(open_path(dir, &name)?.as_fd(), inode)?,
+                None => check_format(stat(dir, &name)?, inode)?,
+            };
+            Ok((st, Place::Name(directory, name.into())))
+        })
+    }
+
+    fn handle(&mut self, handle: &HandleState) -> io::Result<()> {
+        let inode = self.fs.inodes.get(handle.node).map_err(|_| invalid("the state is damaged: a file of no inode"))?;
+        let opened = if inode.is_lost() { Err(handle.node) } else { self.open(&inode, handle)? };
+        self.fs.handles.restore(handle.fh, opened).map_err(|_| invalid("the state is damaged: an impossible handle"))
+    }
+
+    fn open(&mut self, inode: &Inode, handle: &HandleState) -> io::Result<std::result::Result<Handle, u64>> {
+        let opened = match (handle.directory, inode.format()) {
+            (true, libc::S_IFDIR) => {
+                let file = inode.open(&self.fs.places, OFlags::RDONLY | OFlags::DIRECTORY);
+                file.map(|file| Handle::dir(file, inode.id))
+            }
+            (false, libc::S_IFREG) => self.open_file(inode, handle.flags).map(|file| Handle::file(file, inode.id)),
+            // The file there is of another type than the one that was open.
+            _ => Err(Errno::STALE),
+        };
+        match opened {
+            Ok(handle) => Ok(Ok(handle)),
+            Err(errno) => {
+                self.lose(&format_args!("an open file (nodeid {})", inode.id), errno)?;
+                Ok(Err(inode.id))
+            }
+        }
+    }
+
+    fn open_file(&self, inode: &Inode, flags: u32) -> Result<OwnedFd> {
+        let mut keep = KEPT;
+        keep.set(OFlags::DIRECT, self.fs.config.allow_direct_io);
+        keep.set(OFlags::NOATIME, self.fs.config.preserve_noatime);
+        let flags = OFlags::from_bits_retain(flags) & keep;
+        if flags & OFlags::ACCMODE != OFlags::RDONLY {
+            self.fs.writable()?;
+        }
+        inode.open(&self.fs.places, flags | OFlags::NOCTTY)
+    }
+}
+
+/// Opens the mount that the source named, if it is the same.
+fn open_mount(root: BorrowedFd, mount: &MountState) -> Result<OwnedFd> {
+    let fd = open_beneath(root, &mount.path)?;
+    // A mount is that of a directory or a file. To open anything else could block or act.
+    let format = u32::from(stat(fd.as_fd(), c"")?.stx_mode) & libc::S_IFMT;
+    if !matches!(format, libc::S_IFDIR | libc::S_IFREG) {
+        return Err(Errno::STALE);
+    }
+    if fstatfs(&fd)?.f_type as u64 != mount.kind || raw_handle(fd.as_fd())?.0 != mount.root {
+        return Err(Errno::STALE);
+    }
+    reopen(fd.as_fd(), OFlags::RDONLY)
+}
+
+/// The file's attributes, if it is of the type that the source saw, and has the handle.
+fn verify(fd: BorrowedFd, inode: &InodeState) -> Result<Statx> {
+    let st = check_format(stat(fd, c"")?, inode)?;
+    match &inode.verify {
+        Some(raw) if raw_handle(fd)?.0 != *raw => Err(Errno::STALE),
+        _ => Ok(st),
+    }
+}
+
+fn check_format(st: Statx, inode: &InodeState) -> Result<Statx> {
+    if u32::from(st.stx_mode) & libc::S_IFMT == inode.format { Ok(st) } else { Err(Errno::STALE) }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,73 @@
+//! A session as bytes: this header, and then the file system's own. docs/protocol.md describes the format.
+
+use std::io;
+use std::sync::atomic::Ordering;
+
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, little_endian};
+
+use super::abi::InitFlags;
+use super::ops::FileSystem;
+use super::{CLOSED, Server};
+
+const MAGIC: [u8; 8] = *b"thruway\0";
+
+/// Raised with every change that an older daemon would misread.
+const VERSION: u32 = 1;
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+struct Header {
+    magic: [u8; 8],
+    version: little_endian::U32,
+    reserved: little_endian::U32,
+    /// What INIT settled; bit 63 alone: there was no INIT yet, and nothing follows.
+    session: little_endian::U64,
+}
+
+fn invalid(what: impl Into<String>) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what.into())
+}
+
+impl<F: FileSystem> Server<F> {
+    /// The session, for another daemon. There are no requests meanwhile.
+    ///
+    /// # Errors
+    /// What keeps the session from moving.
+    pub fn save(&self) -> io::Result<Vec<u8>> {
+        self.fs.enter_thread();
+        let session = self.session.load(Ordering::Acquire);
+        let header = Header { magic: MAGIC, version: VERSION.into(), reserved: 0.into(), session: session.into() };
+        let mut state = header.as_bytes().to_vec();
+        if session != CLOSED {
+            state.extend(self.fs.save()?);
+        }
+        Ok(state)
+    }
+
+    /// Takes over what [`save`](Self::save) gave; the state may be anything. There are no requests meanwhile.
+    ///
+    /// # Errors
+    /// What is wrong; there is no session then.
+    pub fn load(&self, state: &[u8]) -> io::Result<()> {
+        self.fs.enter_thread();
+        self.reset();
+        let (header, rest) = Header::read_from_prefix(state).map_err(|_| invalid("the state is cut off"))?;
+        if header.magic != MAGIC {
+            return Err(invalid("this is no state of thruwayd: both ends of a migration must run it"));
+        }
+        if header.version != VERSION {
+            let is = header.version;
+            return Err(invalid(format!(
+                "the state has version {is}, not {VERSION}: use the same thruwayd at both ends"
+            )));
+        }
+        let session = header.session.get();
+        if session == CLOSED {
+            return if rest.is_empty() { Ok(()) } else { Err(invalid("the state does not end where it should")) };
+        }
+        let flags = InitFlags::from_bits(session).ok_or_else(|| invalid("the session has unknown features"))?;
+        self.fs.load(flags, rest)?;
+        self.session.store(session, Ordering::Release);
+        Ok(())
+    }
+}
