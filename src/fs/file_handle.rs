@@ -50,6 +50,11 @@ impl Handles {
         Self { mode, mounts: DashMap::new() }
     }
 
+    /// Whether some inodes are held by handle.
+    pub fn in_use(&self) -> bool {
+        self.mode != FileHandles::Never
+    }
+
     /// How to hold the file of this O_PATH descriptor.
     ///
     /// # Errors

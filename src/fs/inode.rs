@@ -172,6 +172,22 @@ impl Inode {
         Ok(())
     }
 
+    /// Holds the file by descriptor, which is `name` in `dir`.
+    fn hold(&self, dir: BorrowedFd, name: &CStr) -> Result<()> {
+        if matches!(*self.place.read_recursive(), Place::Fd(_)) {
+            return Ok(());
+        }
+        let fd = open_path(dir, name)?;
+        if !self.is_of(&stat(fd.as_fd(), c"")?) {
+            return Err(Errno::STALE);
+        }
+        // It may be in use by this very request, as in a rename of a directory's entry over the directory, which fails.
+        if let Some(mut place) = self.place.try_write() {
+            *place = Place::Fd(fd);
+        }
+        Ok(())
+    }
+
     fn is_lazy(&self) -> bool {
         matches!(*self.place.read_recursive(), Place::Name(..))
     }
@@ -391,13 +407,19 @@ impl Inodes {
         }
     }
 
-    /// Pins the file `name` in `dir` if the guest knows it by READDIRPLUS alone: it is about to lose this name.
-    pub fn pin(&self, handles: &Handles, dir: BorrowedFd, name: &CStr) {
-        if !self.any_lazy.load(Ordering::Relaxed) {
+    /// To be called before the file `name` in `dir` loses this name. If the guest knows it by READDIRPLUS alone, it is
+    /// opened. If this is its last name (`removed`), it is held by descriptor until the guest forgets it: no handle opens
+    /// a file without a name, and the guest may still ask for it.
+    pub fn pin(&self, handles: &Handles, dir: BorrowedFd, name: &CStr, removed: bool) {
+        if !self.any_lazy.load(Ordering::Relaxed) && !(removed && handles.in_use()) {
             return;
         }
-        if let Some(inode) = stat(dir, name).ok().and_then(|st| self.peek(&st)) {
-            // What can't be opened now is stale for the guest later, as it would be without this.
+        let Ok(st) = stat(dir, name) else { return };
+        let Some(inode) = self.peek(&st) else { return };
+        // What can't be opened now is stale for the guest later, as it would be without this.
+        if removed && (st.stx_nlink <= 1 || inode.format() == libc::S_IFDIR) {
+            let _ = inode.hold(dir, name);
+        } else {
             drop(inode.found(handles));
         }
     }

@@ -1,6 +1,7 @@
 //! File locks that reach the host: POSIX locks as open file description locks, one description for each inode and owner;
 //! flock locks on the handle's own description.
 
+use std::collections::HashMap;
 use std::ops::ControlFlow;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -8,6 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 
 use dashmap::DashMap;
 use dashmap::mapref::entry::Entry;
+use parking_lot::Mutex;
 use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 
@@ -20,8 +22,7 @@ use crate::fuse::ops::{LockWait, Locks as LockOps, Result};
 /// Locks that are held and waited for.
 #[derive(Default)]
 pub struct Locks {
-    /// By nodeid and owner.
-    posix: DashMap<(u64, u64), Arc<OwnedFd>>,
+    posix: Arc<Mutex<Posix>>,
     waiting: Arc<DashMap<u64, Arc<Waiter>>>,
 }
 
@@ -33,13 +34,86 @@ struct Waiter {
     interrupted: AtomicBool,
 }
 
+/// POSIX locks of this daemon's guest, for what the host can't tell of open file description locks: who waits for whom.
+/// Its lock is held while a lock is tried, and not while one is waited for.
+#[derive(Default)]
+struct Posix {
+    /// By nodeid and owner.
+    owners: HashMap<(u64, u64), Owner>,
+    /// What the owner in front waits for.
+    wanted: Vec<(u64, Want)>,
+}
+
+struct Owner {
+    file: Arc<OwnedFd>,
+    held: Vec<Span>,
+}
+
+/// A locked range; both ends are inclusive.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Span {
+    start: u64,
+    end: u64,
+    write: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Want {
+    unique: u64,
+    node: u64,
+    span: Span,
+}
+
+impl Span {
+    fn conflicts(&self, other: &Span) -> bool {
+        self.start <= other.end && other.start <= self.end && (self.write || other.write)
+    }
+
+    /// What is left of this range outside of `other`.
+    fn without(self, other: &Span) -> impl Iterator<Item = Span> {
+        let before = Span { end: self.end.min(other.start.wrapping_sub(1)), ..self };
+        let after = Span { start: self.start.max(other.end.wrapping_add(1)), ..self };
+        let before = (self.start < other.start).then_some(before);
+        let after = (self.end > other.end).then_some(after);
+        before.into_iter().chain(after)
+    }
+}
+
+impl Posix {
+    /// Notes that the owner's range is now locked or not.
+    fn note(&mut self, node: u64, owner: u64, span: Span, locked: bool) {
+        if let Some(owner) = self.owners.get_mut(&(node, owner)) {
+            owner.held = owner.held.drain(..).flat_map(|held| held.without(&span)).collect();
+            owner.held.extend(locked.then_some(span));
+        }
+    }
+
+    /// Whether `origin` would wait for itself if `owner` waited for this: a walk along who holds what is wanted.
+    fn deadlocks(&self, origin: u64, owner: u64, want: &Want, seen: &mut Vec<u64>) -> bool {
+        let blocks = |(key, o): (&(u64, u64), &Owner)| {
+            let conflict = key.0 == want.node && key.1 != owner && o.held.iter().any(|held| held.conflicts(&want.span));
+            conflict.then_some(key.1)
+        };
+        self.owners.iter().filter_map(blocks).any(|holder| {
+            if holder == origin {
+                return true;
+            }
+            if seen.contains(&holder) {
+                return false;
+            }
+            seen.push(holder);
+            self.wanted.iter().any(|(o, next)| *o == holder && self.deadlocks(origin, holder, next, seen))
+        })
+    }
+}
+
 impl Locks {
     /// Drops all POSIX locks of an owner, as a close of the file does.
     pub fn drop_owner(&self, node: u64, owner: u64) {
-        if let Some((_, file)) = self.posix.remove(&(node, owner)) {
+        if let Some(owner) = self.posix.lock().owners.remove(&(node, owner)) {
             // A wait on another thread may keep the description open.
             let mut all = range(libc::F_UNLCK, 0, 0);
-            let _ = sys::ofd_lock(file.as_fd(), libc::F_OFD_SETLK, &mut all);
+            let _ = sys::ofd_lock(owner.file.as_fd(), libc::F_OFD_SETLK, &mut all);
         }
     }
 
@@ -64,7 +138,7 @@ impl Locks {
         for unique in waiting {
             self.interrupt(unique);
         }
-        self.posix.clear();
+        *self.posix.lock() = Posix::default();
     }
 
     /// A wait that [`interrupt`](Self::interrupt) can end. `lock` is called until it gives no EINTR.
@@ -106,6 +180,19 @@ impl Drop for Registered {
     }
 }
 
+/// A wait that others may wait for in turn, until it is over or given up.
+struct Wanting {
+    posix: Arc<Mutex<Posix>>,
+    owner: u64,
+    want: Want,
+}
+
+impl Drop for Wanting {
+    fn drop(&mut self) {
+        self.posix.lock().wanted.retain(|wanted| *wanted != (self.owner, self.want));
+    }
+}
+
 /// A struct flock from `start`, `len` bytes long (0: to the end of the file).
 fn range(kind: i32, start: i64, len: i64) -> libc::flock {
     libc::flock { l_type: kind as i16, l_whence: libc::SEEK_SET as i16, l_start: start, l_len: len, l_pid: 0 }
@@ -126,13 +213,46 @@ fn posix_range(lk: &FileLock) -> Result<libc::flock> {
 
 impl PassthroughFs {
     /// The description that holds the owner's locks. Open for both kinds of lock where the file can be.
-    fn lock_file(&self, node: u64, owner: u64, handle: &Handle) -> Result<Arc<OwnedFd>> {
-        if let Some(file) = self.locks.posix.get(&(node, owner)) {
-            return Ok(file.clone());
+    fn lock_file(&self, posix: &mut Posix, node: u64, owner: u64, handle: &Handle) -> Result<Arc<OwnedFd>> {
+        if let Some(owner) = posix.owners.get(&(node, owner)) {
+            return Ok(owner.file.clone());
         }
         let flags = rustix::fs::fcntl_getfl(handle.fd())? & OFlags::ACCMODE;
-        let file = reopen(handle.fd(), OFlags::RDWR).or_else(|_| reopen(handle.fd(), flags))?;
-        Ok(self.locks.posix.entry((node, owner)).or_insert(Arc::new(file)).clone())
+        let file = Arc::new(reopen(handle.fd(), OFlags::RDWR).or_else(|_| reopen(handle.fd(), flags))?);
+        posix.owners.insert((node, owner), Owner { file: file.clone(), held: Vec::new() });
+        Ok(file)
+    }
+
+    fn set_posix(&self, handle: &Handle, unique: u64, lk: &LkIn, wait: bool) -> Result<ControlFlow<LockWait>> {
+        let (node, owner) = (handle.node, lk.owner);
+        let mut lock = posix_range(&lk.lk)?;
+        let end = if lock.l_len == 0 { u64::MAX } else { lk.lk.end };
+        let span = Span { start: lk.lk.start, end, write: lk.lk.kind == libc::F_WRLCK as u32 };
+        let mut posix = self.locks.posix.lock();
+        let file = self.lock_file(&mut posix, node, owner, handle)?;
+        handle.locked_by(owner);
+        match sys::ofd_lock(file.as_fd(), libc::F_OFD_SETLK, &mut lock) {
+            Ok(()) => {
+                posix.note(node, owner, span, lk.lk.kind != libc::F_UNLCK as u32);
+                Ok(ControlFlow::Continue(()))
+            }
+            Err(Errno::AGAIN) if wait => {
+                let want = Want { unique, node, span };
+                if posix.deadlocks(owner, owner, &want, &mut Vec::new()) {
+                    return Err(Errno::DEADLK);
+                }
+                posix.wanted.push((owner, want));
+                let wanting = Wanting { posix: self.locks.posix.clone(), owner, want };
+                drop(posix);
+                let wait = move || {
+                    sys::ofd_lock(file.as_fd(), libc::F_OFD_SETLKW, &mut lock)?;
+                    wanting.posix.lock().note(node, owner, span, true);
+                    Ok(())
+                };
+                Ok(ControlFlow::Break(self.locks.wait(unique, wait)?))
+            }
+            Err(errno) => Err(errno),
+        }
     }
 
     fn set_flock(&self, handle: &Handle, unique: u64, kind: u32, wait: bool) -> Result<ControlFlow<LockWait>> {
@@ -159,7 +279,8 @@ impl LockOps for PassthroughFs {
             return Err(Errno::NOSYS);
         }
         let mut lock = posix_range(&lk.lk)?;
-        sys::ofd_lock(self.lock_file(node, lk.owner, &handle)?.as_fd(), libc::F_OFD_GETLK, &mut lock)?;
+        let file = self.lock_file(&mut self.locks.posix.lock(), node, lk.owner, &handle)?;
+        sys::ofd_lock(file.as_fd(), libc::F_OFD_GETLK, &mut lock)?;
         let kind = i32::from(lock.l_type);
         if kind == libc::F_UNLCK {
             return Ok(LkOut { lk: FileLock { kind: kind as u32, ..lk.lk } });
@@ -179,15 +300,23 @@ impl LockOps for PassthroughFs {
         if is_flock {
             return self.set_flock(&handle, unique, lk.lk.kind, wait);
         }
-        let mut lock = posix_range(&lk.lk)?;
-        let file = self.lock_file(node, lk.owner, &handle)?;
-        handle.locked_by(lk.owner);
-        match sys::ofd_lock(file.as_fd(), libc::F_OFD_SETLK, &mut lock) {
-            Err(Errno::AGAIN) if wait => {
-                let wait = move || sys::ofd_lock(file.as_fd(), libc::F_OFD_SETLKW, &mut lock);
-                Ok(ControlFlow::Break(self.locks.wait(unique, wait)?))
-            }
-            done => done.map(ControlFlow::Continue),
-        }
+        self.set_posix(&handle, unique, lk, wait)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn spans_are_cut() {
+        let span = |start, end| Span { start, end, write: true };
+        let cut = |a: Span, b: Span| a.without(&b).collect::<Vec<_>>();
+        assert_eq!(cut(span(10, 19), span(12, 15)), [span(10, 11), span(16, 19)]);
+        assert_eq!(cut(span(10, 19), span(0, 12)), [span(13, 19)]);
+        assert_eq!(cut(span(10, 19), span(15, u64::MAX)), [span(10, 14)]);
+        assert_eq!(cut(span(10, 19), span(0, u64::MAX)), []);
+        assert_eq!(cut(span(10, 19), span(20, 30)), [span(10, 19)]);
+        assert_eq!(cut(span(10, 19), span(0, 9)), [span(10, 19)]);
     }
 }

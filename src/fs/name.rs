@@ -113,7 +113,7 @@ impl PassthroughFs {
     fn remove(&self, parent: u64, name: &CStr, flags: AtFlags) -> Result<()> {
         self.writable()?;
         self.within(parent, name, |_, dir| {
-            self.inodes.pin(&self.places, dir, name);
+            self.inodes.pin(&self.places, dir, name, true);
             unlinkat(dir, name, flags)
         })
     }
@@ -163,8 +163,8 @@ impl Names for PassthroughFs {
         let flags = RenameFlags::from_bits(flags).ok_or(Errno::INVAL)?;
         self.within(parent, name, |_, dir| {
             self.within(newparent, newname, |_, newdir| {
-                self.inodes.pin(&self.places, dir, name);
-                self.inodes.pin(&self.places, newdir, newname);
+                self.inodes.pin(&self.places, dir, name, false);
+                self.inodes.pin(&self.places, newdir, newname, !flags.contains(RenameFlags::EXCHANGE));
                 renameat_with(dir, name, newdir, newname, flags)
             })
         })

@@ -324,6 +324,21 @@ fn file_handles_hold_no_descriptors() {
     fs::rename(s.dir.path().join("f9"), s.dir.path().join("elsewhere")).unwrap();
     assert_eq!(s.fs.getattr(node, None).unwrap().attr.size, 4);
     assert_eq!(s.read(node, fh, 0, 9).unwrap(), b"data");
+    // Removed by the guest, but not forgotten.
+    let node = s.lookup(c"f7").unwrap().nodeid;
+    s.fs.unlink(ROOT_ID, c"f7").unwrap();
+    assert_eq!(s.fs.getattr(node, None).unwrap().attr.nlink, 0);
+    assert_eq!(s.descriptors(), before + 2);
+    s.fs.forget(node, 2);
+    assert_eq!(s.descriptors(), before + 1);
+    let over = s.lookup(c"f6").unwrap().nodeid;
+    s.fs.rename(ROOT_ID, c"f5", ROOT_ID, c"f6", 0).unwrap();
+    assert_eq!(s.fs.getattr(over, None).unwrap().attr.nlink, 0);
+    let dir = s.fs.mkdir(ROOT_ID, c"d", 0o755, &me()).unwrap().nodeid;
+    s.fs.mkdir(dir, c"e", 0o755, &me()).unwrap();
+    assert_eq!(s.fs.rename(dir, c"e", ROOT_ID, c"d", 0), Err(Errno::NOTEMPTY));
+    s.fs.rmdir(dir, c"e").unwrap();
+
     let node = s.lookup(c"f8").unwrap().nodeid;
     fs::remove_file(s.dir.path().join("f8")).unwrap();
     assert_eq!(s.fs.getattr(node, None).err(), Some(Errno::STALE));
@@ -547,6 +562,32 @@ fn locks_wait_off_the_queue_and_end() {
         s.fs.destroy();
         assert_eq!(waiting.join().unwrap(), Err(Errno::INTR));
     }
+}
+
+#[test]
+fn a_wait_in_a_circle_is_refused() {
+    let s = share(Config { posix_lock: true, ..Default::default() });
+    s.put("f", b"data");
+    let (node, fh) = s.open(c"f", libc::O_RDWR);
+    let set = |owner: u64, at: u64, wait| {
+        let lk = FileLock { start: at, end: at, kind: libc::F_WRLCK as u32, pid: 1 };
+        s.fs.setlk(node, 1000 + owner, &LkIn { fh, owner, lk, ..Default::default() }, wait)
+    };
+    for owner in 1..=3 {
+        assert!(set(owner, owner, true).unwrap().is_continue());
+    }
+    let wait = |owner, at| match set(owner, at, true).unwrap() {
+        ControlFlow::Break(wait) => std::thread::spawn(wait),
+        ControlFlow::Continue(()) => panic!("the lock was free"),
+    };
+    let (one, two) = (wait(1, 2), wait(2, 3));
+    assert_eq!(set(3, 1, true).err(), Some(Errno::DEADLK));
+    assert_eq!(set(3, 1, false).err(), Some(Errno::AGAIN));
+    s.fs.flush(node, fh, 3).unwrap();
+    assert_eq!(two.join().unwrap(), Ok(()));
+    let three = wait(3, 3);
+    s.fs.flush(node, fh, 2).unwrap();
+    assert_eq!((one.join().unwrap(), three.join().unwrap()), (Ok(()), Ok(())));
 }
 
 #[test]
