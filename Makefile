@@ -1,0 +1,51 @@
+# What needs guests runs as root; vm-images/setup.sh installs and builds what they take, once, into ~/.cache/thruway.
+
+PREFIX ?= /usr/local
+CARGO ?= cargo
+export CARGO_TARGET_DIR = $(CURDIR)/target
+
+SCRIPTS = vm-images/boot vm-images/setup.sh vm-images/build-* vm-images/lib.sh vm-images/guest/* .ci/run tests/run tests/demo \
+	tests/guest/demo-init tests/guest/*.sh tests/host/run-case tests/host/*.sh
+
+.PHONY: all build images tree demo unit test soak check install clean
+
+all: build
+
+build:
+	$(CARGO) build --release
+
+# The tree and the two-CPU kernel take some 10 minutes when the cache is empty.
+images:
+	vm-images/setup.sh
+
+tree:
+	vm-images/setup.sh tools tree
+
+demo: tree
+	$(MAKE) build
+	tests/demo
+
+unit:
+	$(CARGO) test
+
+# The case that takes the two-CPU kernel builds it, beside others.
+test: tree
+	$(MAKE) unit build
+	tests/run
+
+soak: tree
+	$(MAKE) unit build
+	tests/run --soak
+
+check:
+	$(CARGO) fmt --check
+	$(CARGO) clippy --all-targets -- -D warnings
+	if command -v shellcheck >/dev/null; then shellcheck -x -P SCRIPTDIR $(SCRIPTS); else echo 'no shellcheck here: scripts are not checked'; fi
+
+install: build
+	install -D -m 755 target/release/thruwayd $(DESTDIR)$(PREFIX)/libexec/thruwayd
+	install -D -m 644 50-thruway.json $(DESTDIR)$(PREFIX)/share/qemu/vhost-user/50-thruway.json
+	sed -i 's|"binary": *"[^"]*"|"binary": "$(PREFIX)/libexec/thruwayd"|' $(DESTDIR)$(PREFIX)/share/qemu/vhost-user/50-thruway.json
+
+clean:
+	$(CARGO) clean

@@ -1,0 +1,190 @@
+"""What the guest's suites share: tests that run each in a process of its own, and their count."""
+
+import ctypes
+import errno
+import os
+import shutil
+import signal
+import sys
+import time
+import traceback
+
+tests = []
+libc = ctypes.CDLL(None, use_errno=True)
+AT_FDCWD = -100
+
+
+class Skip(Exception):
+    """What this guest or this host's file system cannot do."""
+
+
+def test(function):
+    tests.append(function)
+    return function
+
+
+def call(name, *arguments):
+    """A C function that returns -1 and errno."""
+    result = getattr(libc, name)(*arguments)
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return result
+
+
+def renameat2(old, new, flags):
+    call("renameat2", AT_FDCWD, os.fsencode(old), AT_FDCWD, os.fsencode(new), flags)
+
+
+def refused(number, function, *arguments, **options):
+    """The call fails with this errno."""
+    try:
+        function(*arguments, **options)
+    except OSError as error:
+        assert error.errno == number, f"errno {errno.errorcode[error.errno]} where {errno.errorcode[number]} is due"
+        return
+    raise AssertionError(f"no error where {errno.errorcode[number]} is due")
+
+
+def equal(got, due):
+    assert got == due, f"{str(got)[:200]} where {str(due)[:200]} is due"
+
+
+def write(path, data, mode=0o644, flags=os.O_WRONLY | os.O_CREAT | os.O_TRUNC):
+    fd = os.open(path, flags, mode)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+    finally:
+        os.close(fd)
+
+
+def read(path):
+    with open(path, "rb", buffering=0) as file:
+        return file.readall()
+
+
+def pattern(size, seed=1):
+    """Bytes in which every 8 differ from the 8 at any other place."""
+    import array
+
+    return array.array("Q", range(seed << 40, (seed << 40) + (size + 7) // 8)).tobytes()[:size]
+
+
+def in_child(function, *arguments):
+    """Runs it in another process and passes its exception on, as text."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reader)
+        status = 0
+        try:
+            function(*arguments)
+        except Skip as skip:
+            os.write(writer, str(skip).encode())
+            status = 2
+        except BaseException as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            where = next(
+                (f for f in reversed(traceback.extract_tb(error.__traceback__)) if not f.filename.endswith("check.py")),
+                frame,
+            )
+            text = f"{type(error).__name__}: {error} (line {where.lineno}: {where.line})"
+            os.write(writer, text.encode()[:4000])
+            status = 1
+        os._exit(status)
+    _, wait_status = os.waitpid(pid, 0)
+    # Not until the end of file, which a process of the test's that cannot be killed would hold back.
+    os.write(writer, b"\n")
+    text = os.read(reader, 8192).decode().strip()
+    os.close(writer)
+    os.close(reader)
+    if os.WIFSIGNALED(wait_status):
+        raise AssertionError(f"ended by {signal.Signals(os.WTERMSIG(wait_status)).name}")
+    match os.WEXITSTATUS(wait_status):
+        case 0:
+            return
+        case 2:
+            raise Skip(text)
+        case _:
+            raise AssertionError(text)
+
+
+def as_user(uid, gid, groups, function, *arguments):
+    """Runs it in a process without privilege."""
+
+    def body():
+        os.setgroups(groups)
+        os.setresgid(gid, gid, gid)
+        os.setresuid(uid, uid, uid)
+        function(*arguments)
+
+    in_child(body)
+
+
+class Waiter:
+    """A process that does something that is to wait."""
+
+    def __init__(self, function):
+        self.reader, writer = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                function()
+                os.write(writer, b"+")
+            finally:
+                os._exit(0)
+        os.close(writer)
+
+    def done_within(self, seconds):
+        import select
+
+        ready, _, _ = select.select([self.reader], [], [], seconds)
+        return bool(ready) and os.read(self.reader, 1) == b"+"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        os.kill(self.pid, signal.SIGKILL)
+        os.close(self.reader)
+        # 5 s: a process that waits for a request of virtio-fs cannot be killed, and is left.
+        for _ in range(50):
+            if os.waitpid(self.pid, os.WNOHANG) != (0, 0):
+                return
+            time.sleep(0.1)
+
+
+def main(title, base, only=()):
+    """Runs all tests, each in a directory of its own under base."""
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    os.umask(0o022)
+    for function in tests:
+        name = function.__name__.removeprefix("test_")
+        if only and name not in only:
+            continue
+        directory = os.path.join(base, name)
+        start = time.monotonic()
+
+        def body():
+            # 240 s: the longest test needs a tenth of it in an emulated guest on a busy machine.
+            signal.alarm(240)
+            os.mkdir(directory)
+            os.chmod(directory, 0o755)
+            function(directory)
+            shutil.rmtree(directory)
+            assert not os.path.exists(directory)
+
+        try:
+            in_child(body)
+            counts["passed"] += 1
+            print(f"ok {name} ({time.monotonic() - start:.1f} s)", flush=True)
+        except Skip as skip:
+            counts["skipped"] += 1
+            print(f"skipped {name}: {skip}", flush=True)
+        except AssertionError as error:
+            counts["failed"] += 1
+            print(f"FAILED {name}: {error}", flush=True)
+    print(f"note: {title}: " + ", ".join(f"{number} {what}" for what, number in counts.items()), flush=True)
+    sys.exit(1 if counts["failed"] or not counts["passed"] else 0)

@@ -1,0 +1,148 @@
+# shellcheck shell=bash disable=SC2154  # lib.sh sets them
+# What the daemon is as a process: its queues, its end, its memory and descriptors, its time.
+
+# switches PID: of each of its threads, how often it went to sleep by itself.
+switches() {
+    local pid task
+    for pid in $(family "$1"); do
+        for task in /proc/"$pid"/task/*; do
+            printf '%s %s %s\n' "${task##*/}" "$(<"$task/comm")" \
+                "$(sed -n 's/^voluntary_ctxt_switches:\t//p' "$task/status")"
+        done
+    done
+}
+
+# queues_case GUEST-ARGUMENT...: two CPUs, two queues, and a load on each CPU.
+queues_case() {
+    local pid busy
+    make_fast_share share
+    start_daemon s "$work/share"
+    "$boot" --log-dir "$work/queues.logs" --cpus 2 --fs "s=$work/sockets/s" "$@" \
+        "$guest_dir/queues.sh" >"$work/out" 2>&1 &
+    pid=$!
+    # 300 s: the boot and the load, in emulation on a busy machine.
+    wait_line "$work/out" '^(loaded|FAILED)' 300
+    cat "$work/out"
+    switches "$daemon_pid" | tee "$work/switches"
+    touch "$work/share/go"
+    wait "$pid" || fail 'the guest failed'
+    logs_are_clean "$work/queues.logs"
+    # 500: each CPU's load makes some thousand requests; a queue that is not used has a handful of its set-up.
+    busy=$(awk '$2 ~ /^thruway-q[0-9]/ && $3 > 500' "$work/switches" | wc -l)
+    note "$busy threads of the daemon served requests: $(awk '$2 ~ /^thruway-q[0-9]/ && $3 > 500 { printf "%s%s", sep, $3; sep = ", " }' "$work/switches") waits"
+    ((busy >= 2)) || fail 'only one queue was used'
+}
+
+case_queues_qemu() { queues_case --kind qemu --queues 2; }
+# Builds its kernel first where there is none yet, 8 minutes that pass beside other cases.
+case_queues_uml() {
+    "$root/vm-images/setup.sh" uml-smp
+    queues_case --kind uml-smp
+}
+
+# killed GUEST-KIND DAEMON-ARGUMENT...: a guest that logs with fsync is killed; all that it was promised is there.
+killed() {
+    local kind=$1 promised pid
+    shift
+    make_share share
+    start_daemon s "$work/share" "$@"
+    : >"$work/out"
+    "$boot" --kind "$kind" --fs "s=$work/sockets/s" --pid-file "$work/pid" --ro-dir "$guest_dir" \
+        "$guest_dir/fsync-log.py" /mnt/s >"$work/out" 2>&1 &
+    pid=$!
+    # 120 s: the boot and 300 records, in emulation on a busy machine.
+    wait_line "$work/out" '^promised 300$' 120
+    kill -KILL -- "-$(<"$work/pid")"
+    wait "$pid" || true
+    promised=$(sed -n 's/^promised \([0-9]*\)$/\1/p' "$work/out" | tail -n 1)
+    seq -f 'record %06.0f of the log' 1 "$promised" | cmp -n "$((promised * 25))" - "$work/share/log" ||
+        fail "not all of $promised records that the guest synced are there"
+    note "$kind, killed: all of $promised synced records are there"
+}
+
+killed_and_gone() {
+    killed "$@"
+    # 5 s: it has nothing left to do.
+    wait_gone 5 "$daemon_pid" || fail 'the daemon did not end with its guest'
+    wait "$daemon_pid" || fail "the daemon ended with status $?"
+    logs_are_clean "$work/daemons.logs"
+}
+
+case_killed_uml() { killed_and_gone uml; }
+case_killed_qemu() { killed_and_gone qemu; }
+case_killed_writeback() { killed_and_gone uml --writeback; }
+
+case_keep_alive() {
+    killed uml --keep-alive
+    local round
+    for round in 1 2; do
+        guest "again-$round" --kind uml --fs "s=$work/sockets/s" "$guest_dir/again.sh" "$round"
+        [[ -f $work/share/again-$round ]] || fail 'the next guest wrote nothing'
+    done
+    kill -0 "$daemon_pid" || fail 'the daemon did not stay'
+    logs_are_clean "$work/daemons.logs"
+    kill "$daemon_pid"
+    wait_gone 5 "$daemon_pid" || fail 'the daemon does not end when it is told to'
+}
+
+# own_memory PID: in KiB, of it and its descendants, without the pages of guest memory that it has mapped.
+own_memory() {
+    local pid
+    for pid in $(family "$1"); do
+        awk '/^Rss(Anon|File):/ { sum += $2 } END { print sum }' "/proc/$pid/status"
+    done | awk '{ sum += $1 } END { print sum }'
+}
+
+descriptors() {
+    local pid
+    for pid in $(family "$1"); do ls "/proc/$pid/fd"; done | wc -l
+}
+
+# known_inodes DAEMON-ARGUMENT...: a guest knows 100,000 inodes, by READDIRPLUS; the daemon then holds less than 40 MiB
+# and no descriptors for them.
+known_inodes() {
+    local pid idle held memory
+    make_fast_share share
+    (cd "$work/share" && mkdir {0..9} && for directory in {0..9}; do
+        seq 10000 | sed "s/^/$directory\//" | xargs touch
+    done)
+    start_daemon s "$work/share" "$@"
+    "$boot" --kind uml --mem 768 --log-dir "$work/known.logs" --ro-dir "$guest_dir" --fs "s=$work/sockets/s" \
+        "$guest_dir/known-inodes.sh" >"$work/out" 2>&1 &
+    pid=$!
+    wait_line "$work/out" '^mounted$' 60
+    # A second: the mount's last requests are over then.
+    sleep 1
+    memory=$(own_memory "$daemon_pid") idle=$(descriptors "$daemon_pid")
+    note "idle: $memory KiB, $idle descriptors"
+    ((memory < 10 * 1024)) || fail 'the idle daemon has 10 MiB or more'
+    touch "$work/share/go"
+    # 200 s: twenty times what a quiet machine needs.
+    wait_line "$work/out" '^listed ' 200
+    memory=$(own_memory "$daemon_pid") held=$(descriptors "$daemon_pid")
+    note "$(sed -n 's/^listed \([0-9]*\) .*/\1/p' "$work/out") inodes known: $memory KiB, $held descriptors"
+    grep -E '^(Name|Vm|Rss|Threads)' /proc/"$daemon_pid"/status
+    grep -q '^listed 10001[0-9] ' "$work/out" || fail 'the guest did not see all 100,000 inodes'
+    ((memory < 40 * 1024)) || fail 'the daemon has 40 MiB or more'
+    # 20 more: the directories, which the guest may still have open, and what it looked for by name.
+    ((held <= idle + 20)) || fail "the daemon holds $held descriptors"
+    touch "$work/share/end"
+    wait "$pid" || fail 'the guest failed'
+    logs_are_clean "$work/known.logs" && logs_are_clean "$work/daemons.logs"
+}
+
+alone_known_inodes() { known_inodes; }
+# What times out is looked up again, and so opened; with cache=always nothing does.
+alone_known_inodes_no_handles() { known_inodes --inode-file-handles=never --cache=always; }
+
+# Ours and virtiofsd's time for one directory of 100,000 entries, each listed with its attributes, by turns in one guest.
+alone_listing() {
+    make_fast_share share
+    (cd "$work/share" && seq -f 'entry-%06.0f' 100000 | xargs touch)
+    start_daemon ours "$work/share"
+    # shellcheck disable=SC2034  # start_daemon's
+    daemon_command=$(peer)
+    start_daemon theirs "$work/share"
+    guest listing --kind uml --mem 768 --timeout 1200 --fs "ours=$work/sockets/ours" --fs "theirs=$work/sockets/theirs" \
+        "$guest_dir/listing.sh" "$(pick 3 9)"
+}

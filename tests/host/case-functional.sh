@@ -1,0 +1,27 @@
+# shellcheck shell=bash disable=SC2154  # lib.sh sets them
+# Single calls and their results, in either guest and over the ways in which the daemon can run.
+
+# The options that let everything be tried at once.
+everything=(--posix-acl --allow-direct-io --killpriv-v2 --posix-lock --flock)
+
+# functional KIND DAEMON-ARGUMENT...
+functional() {
+    local kind=$1
+    shift
+    make_share share
+    guest functional --kind "$kind" --share "s=$work/share" --daemon-args "${everything[*]} $*" \
+        "$guest_dir/functional.py" /mnt/s
+    (cd "$work/share/kept" && sha256sum --quiet -c SHA256SUMS) || fail "the host sees other contents"
+}
+
+case_functional_uml() { functional uml; }
+case_functional_qemu() { functional qemu; }
+case_functional_no_file_handles() { functional uml --inode-file-handles=never; }
+case_functional_file_handles() { functional uml --inode-file-handles=mandatory; }
+case_functional_chroot() { functional uml --sandbox chroot; }
+case_functional_no_sandbox() { functional uml --sandbox none; }
+case_functional_cache_never() { functional uml --cache=never --allow-mmap; }
+case_functional_cache_always() { functional uml --cache=always; }
+case_functional_cache_metadata() { functional uml --cache=metadata --allow-mmap; }
+case_functional_writeback() { functional uml --writeback; }
+case_functional_no_readdirplus() { functional uml --no-readdirplus; }

@@ -1,0 +1,82 @@
+# shellcheck shell=bash disable=SC2154  # lib.sh sets them
+# Options that change what a guest sees, each with a daemon and a share of its own, in one guest.
+
+# The ordinary user whose daemons these are: any ids without a name.
+user=54321
+
+as_user() { printf 'setpriv --reuid=%s --regid=%s --clear-groups --no-new-privs ' "$user" "$user"; }
+
+option_share() {
+    local tag=$1
+    shift
+    start_daemon "$tag" "$work/shares/$tag" "$@"
+    option_guests+=(--fs "$tag=$work/sockets/$tag")
+}
+
+# fill_shares: what each share holds before its daemon starts.
+fill_shares() {
+    mkdir -p "$work"/shares/{readonly,xattrmap,translate,submounts,onefs,readdir,user,user-none,user-mapped,legacy}
+    cd "$work/shares" || return
+    echo 'a secret of the host' >secret
+    mkdir readonly/dir readdir/many submounts/mounted onefs/mounted
+    echo 'from the host' | tee readonly/file readdir/file user/hosts >user-none/hosts
+    from_tree setfattr -n user.host -v host readonly/file readdir/file
+    touch xattrmap/hosts translate/hosts
+    from_tree setfattr -n user.host -v host xattrmap/hosts
+    chown 100042:200043 translate/hosts
+    chown 100000:200000 translate
+    seq 3000 | sed 's/^/readdir\/many\//' | xargs touch
+    mount -t tmpfs tmpfs submounts/mounted
+    mount --bind submounts/mounted onefs/mounted
+    echo 'in the submount' >submounts/mounted/file
+    ln -s "$work/shares/secret" submounts/absolute
+    ln -s ../secret submounts/relative
+    ln -s mounted/../../secret submounts/through-dots
+    ln -s .. submounts/outside
+    chown -R "$user:$user" user user-none user-mapped
+}
+
+options_case() {
+    local option_guests=() binary
+    (fill_shares)
+
+    option_share readonly --readonly --xattr
+    option_share xattrmap --xattrmap=:map::user.virtiofs.:
+    option_share translate --translate-uid map:0:100000:65536 --translate-gid map:0:200000:65536 \
+        --translate-uid forbid-guest:65536:10000
+    option_share submounts
+    option_share onefs --no-announce-submounts
+    option_share readdir --no-readdirplus
+    option_share legacy -o xattr,cache=auto,sandbox=chroot
+    # Where the user can read it: a checkout may be in root's own directory.
+    read -ra binary <<<"$THRUWAY_DAEMON"
+    install -m 755 "${binary[0]}" "$work/daemon"
+    mkdir -p "$work/sockets"
+    chmod 777 "$work/sockets"
+    # shellcheck disable=SC2034  # start_daemon's
+    daemon_command="$(as_user)$work/daemon"
+    option_share user
+    option_share user-none --sandbox none
+    option_share user-mapped --uid-map ":0:$user:1:" --gid-map ":0:$user:1:"
+    unset daemon_command
+
+    guest options --kind "$1" "${option_guests[@]}" "$guest_dir/options.py" /mnt
+    logs_are_clean "$work/daemons.logs"
+    [[ $(from_tree getfattr --only-values -n user.virtiofs.trusted.b "$work/shares/xattrmap/mapped" 2>/dev/null) == 2 ]] ||
+        fail "the mapped attribute is not on the host"
+    owner_is translate/guests 101000:201001
+    owner_is translate/created 101002:201002
+    owner_is user/a/b/moved "$user:$user"
+    owner_is user-none/a/b/moved "$user:$user"
+    owner_is user-mapped/root "$user:$user"
+    [[ $(<"$work/shares/user/a/b/moved") == 'from the guest' ]] || fail "the host does not see what the guest wrote"
+}
+
+owner_is() {
+    local is
+    is=$(stat -c %u:%g "$work/shares/$1")
+    [[ $is == "$2" ]] || fail "$1 is of $is on the host where $2 is due"
+}
+
+case_options_uml() { options_case uml; }
+case_options_qemu() { options_case qemu; }

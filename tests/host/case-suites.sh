@@ -1,0 +1,123 @@
+# shellcheck shell=bash disable=SC2154  # lib.sh sets them
+# Suites and loads that others wrote: pjdfstest, fsx, fio, stress-ng.
+
+# What virtiofsd passes, and so what is asked at least.
+pjdfstest_passed=382
+
+# pjdfstest_run NAME KIND DAEMON: the results into $work/NAME.results, lines of a test and its result.
+pjdfstest_run() {
+    local name=$1 kind=$2 status=0
+    make_share "$name"
+    "$boot" --kind "$kind" --log-dir "$work/$name.logs" --daemon "$3" --daemon-args --posix-acl \
+        --share "s=$work/$name" "$guest_dir/pjdfstest.sh" 2>&1 | sed 's/\x1b\[[0-9;]*m//g' | tee "$work/$name.out" || status=$?
+    # A test that fails makes the suite's status 1; anything else is no result.
+    ((status <= 1)) || fail "the guest '$name' ended with status $status"
+    sed -nE 's/^([a-z0-9_:]+) +(ok|FAILED|skipped|expected_failure)$/\1 \2/p' "$work/$name.out" | sort >"$work/$name.results"
+}
+
+count() { grep -c " $2\$" "$work/$1.results" || true; }
+
+pjdfstest_check() {
+    local failed passed
+    failed=$(count "$1" FAILED) passed=$(count "$1" ok)
+    note "pjdfstest $1: $passed passed, $failed failed, $(count "$1" skipped) skipped"
+    ((failed == 0 && passed >= pjdfstest_passed)) || fail "pjdfstest: $passed passed, $failed failed in $1"
+    logs_are_clean "$work/$1.logs"
+}
+
+# pjdfstest_compare OURS THEIRS: the table, and no test that passes there fails here.
+pjdfstest_compare() {
+    local worse
+    note "$(printf '%-12s %20s %20s' result "$1" "$2")"
+    for result in ok FAILED skipped; do
+        note "$(printf '%-12s %20s %20s' "$result" "$(count "$1" "$result")" "$(count "$2" "$result")")"
+    done
+    join -j 1 "$work/$1.results" "$work/$2.results" | awk '$2 != $3 { printf "note: %s: %s here, %s there\n", $1, $2, $3 }'
+    worse=$(join -j 1 -a 2 -e missing -o 0,1.2,2.2 "$work/$1.results" "$work/$2.results" | awk '$3 == "ok" && $2 != "ok"')
+    [[ -z $worse ]] || fail "passes with virtiofsd and not here: $worse"
+}
+
+case_pjdfstest_uml() {
+    pjdfstest_run thruway-uml uml "$THRUWAY_DAEMON"
+    pjdfstest_run virtiofsd-uml uml "$(peer)"
+    pjdfstest_check thruway-uml
+    pjdfstest_compare thruway-uml virtiofsd-uml
+}
+
+case_pjdfstest_qemu() {
+    pjdfstest_run thruway-qemu qemu "$THRUWAY_DAEMON"
+    pjdfstest_check thruway-qemu
+    if [[ $SOAK ]]; then
+        pjdfstest_run virtiofsd-qemu qemu "$(peer)"
+        pjdfstest_compare thruway-qemu virtiofsd-qemu
+    fi
+}
+
+case_pjdfstest_no_file_handles() {
+    pjdfstest_run no-file-handles uml "$THRUWAY_DAEMON --inode-file-handles=never"
+    pjdfstest_check no-file-handles
+}
+
+# fsx_case KIND OPERATIONS SEED...
+fsx_case() {
+    local kind=$1 cache arguments=()
+    shift
+    for cache in auto always never metadata writeback never-mmap; do
+        make_fast_share "$cache"
+        case $cache in
+            writeback) start_daemon "$cache" "$work/$cache" --cache=auto --writeback ;;
+            never-mmap) start_daemon "$cache" "$work/$cache" --cache=never --allow-mmap ;;
+            *) start_daemon "$cache" "$work/$cache" --cache="$cache" ;;
+        esac
+        arguments+=(--fs "$cache=$work/sockets/$cache")
+    done
+    # 2 h: 18 runs of 100,000 operations, each of some minutes on a busy machine.
+    guest fsx --kind "$kind" --timeout 7200 "${arguments[@]}" "$guest_dir/fsx.sh" "$@"
+    logs_are_clean "$work/daemons.logs"
+    note "fsx: $1 operations by $(($# - 1)) seeds in each of 6 cache modes"
+}
+
+case_fsx_uml() { if [[ $SOAK ]]; then fsx_case uml 100000 1 2 3; else fsx_case uml 3000 1; fi; }
+case_fsx_qemu() { if [[ $SOAK ]]; then fsx_case qemu 10000 4; else fsx_case qemu 300 4; fi; }
+
+# 8 MiB a job shows every way a request can be cut; the soak's 128 MiB goes beyond what the guest has in flight.
+fio_case() {
+    local kind=$1
+    shift
+    make_fast_share share
+    # 1 h: 36 jobs of a minute at most.
+    guest fio --kind "$kind" --timeout 3600 --share "s=$work/share" --daemon-args --allow-direct-io "$guest_dir/fio.sh" "$@"
+}
+
+case_fio_uml() { fio_case uml "$(pick 8 128)"; }
+case_fio_qemu() { fio_case qemu "$(pick 2 32)"; }
+
+# These for a minute each in a soak, the others for some seconds.
+main_stressors='dir dentry link symlink rename fallocate flock xattr utime getdent iomix'
+more_stressors='access chattr chmod chown copy-file dirdeep dirmany dup fcntl file-ioctl filename filerace fpunch fsize
+    fstat handle hdd io locka lockf lockofd lockmix metamix mknod mmapfiles open pseek readahead revio rlimit seek sendfile
+    splice sync-file touch unlink verity'
+
+# stress_case KIND SECONDS STRESSOR...
+stress_case() {
+    local kind=$1
+    shift
+    make_share share
+    # 1 h: a dozen stressors of a minute, or some 40 of seconds; 150 s for one, with what it takes to remove what it left.
+    guest stress --kind "$kind" --timeout 3600 --idle 150 --mem 768 --share "s=$work/share" \
+        --daemon-args '--posix-acl --allow-direct-io' "$guest_dir/stress.sh" "$@"
+}
+
+# shellcheck disable=SC2086  # lists
+case_stress_uml() { stress_case uml "$(pick 2 60)" $main_stressors; }
+# shellcheck disable=SC2086
+case_stress_more() { stress_case uml "$(pick 1 5)" $more_stressors; }
+# shellcheck disable=SC2086
+case_stress_qemu() { stress_case qemu "$(pick 2 60)" $main_stressors; }
+
+# The locks that reach the host; lockf makes deadlocks, of which the daemon must tell.
+case_stress_locks() {
+    make_share share
+    guest stress --kind uml --timeout 600 --idle 150 --share "s=$work/share" --daemon-args '--posix-lock --flock' \
+        "$guest_dir/stress.sh" "$(pick 2 60)" flock lockofd locka lockmix lockf
+}

@@ -1,0 +1,119 @@
+# shellcheck shell=bash
+# Sourced by run-case before the cases.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+guest_dir=$root/tests/guest
+boot=$root/vm-images/boot
+THRUWAY_DAEMON=${THRUWAY_DAEMON:-$root/target/release/thruwayd}
+SOAK=${SOAK:-}
+export THRUWAY_DAEMON
+
+# On a disk, as /tmp may be a tmpfs that lacks room; open to all, for the daemon of an ordinary user.
+work=$(mktemp -d "/var/tmp/thruway-test.XXXXXX")
+chmod 755 "$work"
+
+# shellcheck disable=SC2317  # called by the trap
+clean_up() {
+    local pid
+    trap - EXIT
+    # TERM, so that boot ends its guest; 5 s, of which it needs one.
+    for pid in $(jobs -p); do kill -TERM -- "-$pid" 2>/dev/null || kill -TERM "$pid" 2>/dev/null || true; done
+    for pid in $(jobs -p); do wait_gone 5 "$pid" || kill -KILL -- "-$pid" 2>/dev/null || true; done
+    awk -v prefix="$work/" 'index($2, prefix) == 1 { print $2 }' /proc/self/mounts | tac | xargs -r -n 1 umount -l
+    rm -rf "$work"
+}
+trap clean_up EXIT
+trap 'exit 143' TERM INT
+
+# What the daemons said beyond their greetings comes first.
+fail() {
+    grep -vE 'imit of open files| of open file| INFO |deprecated' "$work"/daemons.logs/*.log 2>/dev/null || true
+    printf 'failed: %s\n' "$*"
+    exit 1
+}
+note() { printf 'note: %s\n' "$*"; }
+pick() { if [[ $SOAK ]]; then echo "$2"; else echo "$1"; fi; }
+make_share() { mkdir -m 755 "$work/$1"; }
+
+# A share in memory, for what would else wait for the host's disk at every fsync.
+make_fast_share() {
+    make_share "$1"
+    mount -t tmpfs -o mode=755 tmpfs "$work/$1"
+}
+
+# from_tree PROGRAM ARGUMENT...: a program of the guest's tree that the host need not have.
+from_tree() {
+    local tree
+    tree=$(. "$root/vm-images/lib.sh" && tree_dir)/root
+    "$tree/lib64/ld-linux-x86-64.so.2" --library-path "$tree/usr/lib/x86_64-linux-gnu" "$tree/usr/bin/$1" "${@:2}"
+}
+
+# peer: the virtiofsd that the tree's suites were built with.
+peer() (. "$root/vm-images/lib.sh" && printf '%s/bin/virtiofsd\n' "$(tools_dir)")
+
+# logs_are_clean DIRECTORY: no daemon or guest kernel there said that something is wrong with itself.
+logs_are_clean() {
+    local found
+    # Opening the file or the limit of open files: what the host does not allow is no fault of the daemon's.
+    found=$(grep -HnaE 'panicked|seccomp|SIGSYS|ERROR|\bWARN\b' "$1"/daemon*.log 2>/dev/null |
+        grep -vE 'imit of open files|limit .* of open file|deprecated' || true)
+    found+=$(grep -HnaE 'BUG:|WARNING:|Oops|Call Trace|blocked for more|Kernel panic|stack segment|general protection' \
+        "$1"/console.log 2>/dev/null || true)
+    [[ -z $found ]] || fail "the logs tell of trouble: $found"
+}
+
+# guest NAME BOOT-ARGUMENT...: boots, under a log directory of that name, and checks the logs.
+guest() {
+    local name=$1 status=0
+    shift
+    "$boot" --log-dir "$work/$name.logs" --ro-dir "$guest_dir" "$@" || status=$?
+    ((status == 0)) || fail "the guest '$name' ended with status $status"
+    logs_are_clean "$work/$name.logs"
+}
+
+# start_daemon NAME DIRECTORY ARGUMENT...: its pid in $daemon_pid, its socket in $work/sockets/NAME, its tag NAME up to an @.
+start_daemon() {
+    local name=$1 directory=$2 command deadline
+    shift 2
+    read -ra command <<<"${daemon_command:-$THRUWAY_DAEMON}"
+    mkdir -p "$work/sockets" "$work/daemons.logs"
+    chmod 777 "$work/sockets"
+    setsid "${command[@]}" --socket-path "$work/sockets/$name" --shared-dir "$directory" --tag "${name%@*}" "$@" \
+        >"$work/daemons.logs/daemon-$name.log" 2>&1 </dev/null &
+    daemon_pid=$!
+    # 10 s: it needs milliseconds, on a busy machine a second.
+    deadline=$((SECONDS + 10))
+    until [[ -S $work/sockets/$name ]]; do
+        if ((SECONDS > deadline)) || ! kill -0 "$daemon_pid" 2>/dev/null; then
+            cat "$work/daemons.logs/daemon-$name.log"
+            fail "the daemon '$name' does not listen"
+        fi
+        sleep 0.02
+    done
+}
+
+# family PID: it and all its descendants; in its namespace sandbox, the process that serves is the daemon's child.
+family() {
+    local child children
+    printf '%s\n' "$1"
+    read -ra children < <(cat "/proc/$1"/task/*/children | tr '\n' ' ') || true
+    for child in "${children[@]}"; do family "$child"; done
+}
+
+# wait_gone SECONDS PID
+wait_gone() {
+    local deadline=$((SECONDS + $1))
+    while kill -0 "$2" 2>/dev/null; do
+        ((SECONDS < deadline)) || return 1
+        sleep 0.05
+    done
+}
+
+# wait_line FILE PATTERN SECONDS
+wait_line() {
+    local deadline=$((SECONDS + $3))
+    until grep -qE "$2" "$1" 2>/dev/null; do
+        ((SECONDS < deadline)) || fail "'$2' did not come within $3 s: $(tail -n 5 "$1")"
+        sleep 0.1
+    done
+}
