@@ -411,7 +411,8 @@ impl Inodes {
     /// opened. If this is its last name (`removed`), it is held by descriptor until the guest forgets it: no handle opens
     /// a file without a name, and the guest may still ask for it.
     pub fn pin(&self, handles: &Handles, dir: BorrowedFd, name: &CStr, removed: bool) {
-        if !self.any_lazy.load(Ordering::Relaxed) && !(removed && handles.in_use()) {
+        let unpinned = self.any_lazy.load(Ordering::Relaxed) || removed && handles.in_use();
+        if !unpinned {
             return;
         }
         let Ok(st) = stat(dir, name) else { return };

@@ -168,8 +168,8 @@ def main(title, base, only=()):
         start = time.monotonic()
 
         def body():
-            # 240 s: the longest test needs a tenth of it in an emulated guest on a busy machine.
-            signal.alarm(240)
+            # 120 s: the longest test needs a quarter of it in an emulated guest on a busy machine.
+            signal.alarm(120)
             os.mkdir(directory)
             os.chmod(directory, 0o755)
             function(directory)

@@ -62,11 +62,12 @@ logs_are_clean() {
     [[ -z $found ]] || fail "the logs tell of trouble: $found"
 }
 
-# guest NAME BOOT-ARGUMENT...: boots, under a log directory of that name, and checks the logs.
+# guest NAME BOOT-ARGUMENT...: boots, under a log directory of that name, and checks the logs. 150 s without a word from
+# it is more than any single test or stressor takes.
 guest() {
     local name=$1 status=0
     shift
-    "$boot" --log-dir "$work/$name.logs" --ro-dir "$guest_dir" "$@" || status=$?
+    "$boot" --idle 150 --log-dir "$work/$name.logs" --ro-dir "$guest_dir" "$@" || status=$?
     ((status == 0)) || fail "the guest '$name' ended with status $status"
     logs_are_clean "$work/$name.logs"
 }
