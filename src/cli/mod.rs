@@ -149,7 +149,7 @@ pub struct Options {
     /// Take the guest's fcntl locks on the host's files, so that they hold against the host and other guests
     ///
     /// Off, as in virtiofsd: Linux guests cannot interrupt a request, so a process that waits for a lock cannot be
-    /// killed until it has the lock.
+    /// killed until it has the lock. A wait in a circle gets EDEADLK within one guest; across guests nobody notices it.
     #[arg(long)]
     pub posix_lock: bool,
 

@@ -21,7 +21,7 @@ queues_case() {
         "$guest_dir/queues.sh" >"$work/out" 2>&1 &
     pid=$!
     # 300 s: the boot and the load, in emulation on a busy machine.
-    wait_line "$work/out" '^(loaded|FAILED)' 300
+    wait_line "$work/out" '^(loaded|FAILED)' 300 "$pid"
     cat "$work/out"
     switches "$daemon_pid" | tee "$work/switches"
     touch "$work/share/go"
@@ -51,7 +51,7 @@ killed() {
         "$guest_dir/fsync-log.py" /mnt/s >"$work/out" 2>&1 &
     pid=$!
     # 120 s: the boot and 300 records, in emulation on a busy machine.
-    wait_line "$work/out" '^promised 300$' 120
+    wait_line "$work/out" '^promised 300$' 120 "$pid"
     kill -KILL -- "-$(<"$work/pid")"
     wait "$pid" || true
     promised=$(sed -n 's/^promised \([0-9]*\)$/\1/p' "$work/out" | tail -n 1)
@@ -110,7 +110,7 @@ known_inodes() {
     "$boot" --kind uml --mem 768 --log-dir "$work/known.logs" --ro-dir "$guest_dir" --fs "s=$work/sockets/s" \
         "$guest_dir/known-inodes.sh" >"$work/out" 2>&1 &
     pid=$!
-    wait_line "$work/out" '^mounted$' 60
+    wait_line "$work/out" '^mounted$' 60 "$pid"
     # A second: the mount's last requests are over then.
     sleep 1
     memory=$(own_memory "$daemon_pid") idle=$(descriptors "$daemon_pid")
@@ -118,7 +118,7 @@ known_inodes() {
     ((memory < 10 * 1024)) || fail 'the idle daemon has 10 MiB or more'
     touch "$work/share/go"
     # 200 s: twenty times what a quiet machine needs.
-    wait_line "$work/out" '^listed ' 200
+    wait_line "$work/out" '^listed ' 200 "$pid"
     memory=$(own_memory "$daemon_pid") held=$(descriptors "$daemon_pid")
     note "$(sed -n 's/^listed \([0-9]*\) .*/\1/p' "$work/out") inodes known: $memory KiB, $held descriptors"
     grep -E '^(Name|Vm|Rss|Threads)' /proc/"$daemon_pid"/status

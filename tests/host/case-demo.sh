@@ -14,7 +14,7 @@ case_demo() {
     # 120 s: a boot to a shell, in emulation on a busy machine.
     timeout 120 bash "$work/qemu.sh" <"$work/keys" >"$work/console" 2>&1 &
     exec 7>"$work/keys"
-    wait_line "$work/console" 'guest#' 120
+    wait_line "$work/console" 'guest#' 120 "$!"
     { cat "$work/typed" && echo 'echo by-hand >/mnt/by-hand; exit'; } >&7
     wait "$!" || fail "QEMU: $(cat "$work/console")"
     [[ $(</tmp/thruway-demo/share/by-hand) == by-hand ]] || fail "by hand it does not work: $(cat "$work/console")"

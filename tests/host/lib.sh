@@ -110,11 +110,12 @@ wait_gone() {
     done
 }
 
-# wait_line FILE PATTERN SECONDS
+# wait_line FILE PATTERN SECONDS [PID]: waits for such a line, as long as the process lives that is to write it.
 wait_line() {
     local deadline=$((SECONDS + $3))
     until grep -qE "$2" "$1" 2>/dev/null; do
-        ((SECONDS < deadline)) || fail "'$2' did not come within $3 s: $(tail -n 5 "$1")"
+        ((SECONDS < deadline && $(kill -0 "${4:-$$}" 2>/dev/null; echo $?) == 0)) ||
+            fail "'$2' did not come within $3 s: $(tail -n 5 "$1")"
         sleep 0.1
     done
 }
