@@ -97,11 +97,11 @@ impl Share {
 
     fn list_plus(&self) -> Vec<(String, EntryOut)> {
         let fh = self.fs.opendir(ROOT_ID, 0).unwrap().fh;
-        let mut all = List { max: 7, ..Default::default() };
+        let mut all = List::default();
         let mut offset = 0;
         loop {
             let before = all.entries.len();
-            all.room = all.max;
+            all.room = 7;
             self.fs.readdirplus(ROOT_ID, fh, offset, &mut all).unwrap();
             if all.entries.len() == before {
                 break;
@@ -113,12 +113,12 @@ impl Share {
     }
 }
 
+/// Takes as many entries as there is `room` for.
 #[derive(Default)]
-struct List {
-    entries: Vec<(String, EntryOut)>,
-    offset: u64,
-    max: usize,
-    room: usize,
+pub(super) struct List {
+    pub entries: Vec<(String, EntryOut)>,
+    pub offset: u64,
+    pub room: usize,
 }
 
 impl DirSink for List {

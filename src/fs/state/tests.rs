@@ -12,6 +12,7 @@ use rustix::mount::{MountFlags, UnmountFlags, mount, mount_move, unmount};
 use tempfile::TempDir;
 
 use super::super::stream::{HandleState, Location, State};
+use super::super::tests::List;
 use super::super::{Config, FileHandles, Migration, MigrationMode, MigrationOnError, PassthroughFs, proc_self_fd};
 use crate::fuse::abi::*;
 use crate::fuse::buf::IoVecs;
@@ -108,25 +109,6 @@ fn ino(fs: &PassthroughFs, node: u64) -> Result<u64> {
     fs.getattr(node, None).map(|out| out.attr.ino)
 }
 
-#[derive(Default)]
-struct List {
-    entries: Vec<(String, u64)>,
-    offset: u64,
-    room: usize,
-}
-
-impl DirSink for List {
-    fn fits(&self, _: usize) -> bool {
-        self.room > 0
-    }
-
-    fn push(&mut self, dirent: Dirent, name: &[u8], entry: Option<&EntryOut>) {
-        self.room -= 1;
-        self.offset = dirent.off;
-        self.entries.push((String::from_utf8_lossy(name).into(), entry.map_or(0, |entry| entry.nodeid)));
-    }
-}
-
 fn list(fs: &PassthroughFs, node: u64, fh: u64, list: &mut List, room: usize) {
     list.room = room;
     fs.readdirplus(node, fh, list.offset, list).unwrap();
@@ -157,7 +139,7 @@ fn goes_on(migration: Migration, target_handles: FileHandles) {
 
     let target = share.daemon(migration, target_handles);
     target.load(flags, &source.save().unwrap()).unwrap();
-    for node in known.iter().chain(all.entries.iter().map(|(_, node)| node)).filter(|node| **node != 0) {
+    for node in known.iter().chain(all.entries.iter().map(|(_, entry)| &entry.nodeid)).filter(|node| **node != 0) {
         assert_eq!(ino(&source, *node), ino(&target, *node), "{node}");
     }
     assert_eq!(target.known_inodes(), source.known_inodes());
