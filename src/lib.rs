@@ -8,3 +8,4 @@ pub mod frontend;
 pub mod fs;
 pub mod fuse;
 pub mod sandbox;
+pub mod window;

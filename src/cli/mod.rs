@@ -361,6 +361,7 @@ impl Options {
             shared_dir: self.shared_dir().to_owned(),
             uid_map: self.uid_map.clone(),
             gid_map: self.gid_map.clone(),
+            helper: None,
         }
     }
 

@@ -116,6 +116,7 @@ bitflags::bitflags! {
         const SECURITY_CTX = 1 << 32;
         const CREATE_SUPP_GROUP = 1 << 34;
         const DIRECT_IO_ALLOW_MMAP = 1 << 36;
+        const PASSTHROUGH = 1 << 37;
         const ALLOW_IDMAP = 1 << 40;
     }
 
@@ -143,6 +144,7 @@ bitflags::bitflags! {
         const KEEP_CACHE = 1 << 1;
         const CACHE_DIR = 1 << 3;
         const PARALLEL_DIRECT_WRITES = 1 << 6;
+        const PASSTHROUGH = 1 << 7;
     }
 }
 
@@ -162,6 +164,8 @@ pub const FSYNC_FDATASYNC: u32 = 1 << 0;
 pub const RELEASE_FLOCK_UNLOCK: u32 = 1 << 1;
 /// SETLK: an flock(2) lock.
 pub const LK_FLOCK: u32 = 1 << 0;
+/// Notification, in the place of a reply's error: forget pages of a node.
+pub const NOTIFY_INVAL_INODE: i32 = 2;
 /// Attribute flag: the directory is a mount point.
 pub const ATTR_SUBMOUNT: u32 = 1 << 0;
 /// Extension types up to this number are counts of security contexts (FUSE_MAX_NR_SECCTX).
@@ -459,6 +463,12 @@ wire! {
     }
     struct InterruptIn {
         unique: u64,
+    }
+    struct NotifyInvalInodeOut {
+        ino: u64,
+        off: i64,
+        /// 0: to the end.
+        len: i64,
     }
     struct FallocateIn {
         fh: u64,

@@ -72,7 +72,15 @@ pub fn limit(modcaps: &ModCaps, handles: bool) -> Result<(), Error> {
     }
     modcaps.apply(&mut wanted);
     check_missing(&wanted - &permitted, modcaps, permitted.is_empty())?;
-    set(&(&wanted & &permitted)).map_err(|e| Error::Other(format!("cannot drop capabilities: {e}")))
+    keep(&(&wanted & &permitted))
+}
+
+/// Drops all capabilities but these, for good, and those that execve(2) could give.
+///
+/// # Errors
+/// [`Error::Other`] if the process does not have one of them.
+pub fn keep(kept: &CapsHashSet) -> Result<(), Error> {
+    set(kept).map_err(|e| Error::Other(format!("cannot drop capabilities: {e}")))
 }
 
 fn check_missing(missing: CapsHashSet, modcaps: &ModCaps, unprivileged: bool) -> Result<(), Error> {

@@ -6,17 +6,16 @@ pub mod caps;
 pub mod limits;
 mod namespace;
 pub mod seccomp;
-mod sys;
+pub(crate) mod sys;
 mod userns;
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{CWD, Mode, OFlags, openat};
 use rustix::mount::{OpenTreeFlags, open_tree};
-use rustix::process::{chdir, chroot, geteuid};
+use rustix::process::{Pid, chdir, chroot, geteuid};
 use thiserror::Error;
 
 pub use userns::IdRange;
@@ -42,6 +41,9 @@ pub struct Settings {
     /// [`Sandbox::Namespace`].
     pub uid_map: Vec<IdRange>,
     pub gid_map: Vec<IdRange>,
+    /// A child process that others must never wait for: with [`Sandbox::Namespace`] the process that waits for the daemon
+    /// reaps it, and kills it if something stops it.
+    pub helper: Option<Pid>,
 }
 
 /// What the file system needs from inside the sandbox.
@@ -98,20 +100,20 @@ pub fn check(settings: &Settings) -> Result<(), Error> {
     Ok(())
 }
 
-/// Enters the sandbox. With [`Sandbox::Namespace`] only a child process returns; this process waits for it and exits
-/// with its status.
+/// Enters the sandbox with what the daemon keeps. With [`Sandbox::Namespace`] only a child process returns; this process
+/// drops `kept`, waits for the child and exits with its status.
 ///
 /// # Errors
 /// [`Error`]; the process may then be half inside and must exit.
-pub fn enter(settings: &Settings, listener: UnixListener) -> Result<(Entered, UnixListener), Error> {
+pub fn enter<T>(settings: &Settings, kept: T) -> Result<(Entered, T), Error> {
     check(settings)?;
     if geteuid().is_root() {
         drop_groups()?;
     }
     match settings.sandbox {
-        Sandbox::Namespace => namespace::enter(settings, listener),
-        Sandbox::Chroot => Ok((enter_chroot(&settings.shared_dir)?, listener)),
-        Sandbox::None => Ok((Entered { root: open_dir(&settings.shared_dir)?, proc_self_fd: open_fds()? }, listener)),
+        Sandbox::Namespace => namespace::enter(settings, kept),
+        Sandbox::Chroot => Ok((enter_chroot(&settings.shared_dir)?, kept)),
+        Sandbox::None => Ok((Entered { root: open_dir(&settings.shared_dir)?, proc_self_fd: open_fds()? }, kept)),
     }
 }
 

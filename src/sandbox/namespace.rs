@@ -2,7 +2,7 @@
 
 use std::io::{ErrorKind, Read};
 use std::os::fd::AsFd;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::exit;
 
@@ -12,7 +12,7 @@ use rustix::mount::{
     MountPropagationFlags, MoveMountFlags, OpenTreeFlags, UnmountFlags, mount_change, move_mount, open_tree, unmount,
 };
 use rustix::process::{
-    Pid, Signal, WaitOptions, chdir, fchdir, geteuid, pivot_root, set_parent_process_death_signal, waitpid,
+    Pid, Signal, WaitOptions, chdir, fchdir, geteuid, kill_process, pivot_root, set_parent_process_death_signal, wait,
 };
 use rustix::thread::UnshareFlags;
 
@@ -22,7 +22,7 @@ use super::{Entered, Error, Settings, Step, detached_fds, open_dir, userns};
 const NAMESPACES: UnshareFlags = UnshareFlags::NEWNS.union(UnshareFlags::NEWPID).union(UnshareFlags::NEWNET);
 
 /// Returns in the child only; the parent waits for it and exits.
-pub fn enter(settings: &Settings, listener: UnixListener) -> Result<(Entered, UnixListener), Error> {
+pub fn enter<T>(settings: &Settings, kept: T) -> Result<(Entered, T), Error> {
     if geteuid().is_root() {
         unshare(NAMESPACES)
             .step("create namespaces (give the daemon CAP_SYS_ADMIN, or use --sandbox chroot or none)")?;
@@ -34,12 +34,12 @@ pub fn enter(settings: &Settings, listener: UnixListener) -> Result<(Entered, Un
         Forked::Child => {
             drop(parent);
             die_with_parent(child)?;
-            Ok((enter_mounts(&settings.shared_dir)?, listener))
+            Ok((enter_mounts(&settings.shared_dir)?, kept))
         }
         Forked::Parent(pid) => {
-            // Or a second frontend could connect to a socket that nobody answers.
-            drop(listener);
-            wait_for(pid)
+            // Or a second frontend could connect to a socket that nobody answers, and a helper would not see the end.
+            drop(kept);
+            wait_for(pid, settings.helper)
         }
     }
 }
@@ -80,18 +80,23 @@ fn pivot_into(tree: impl AsFd) -> Result<(), Error> {
 }
 
 /// Waits for the child and exits with its status, or 128 plus the signal that killed it.
-fn wait_for(child: Pid) -> ! {
+fn wait_for(child: Pid, helper: Option<Pid>) -> ! {
     for set in [CapSet::Effective, CapSet::Permitted, CapSet::Inheritable] {
         if let Err(e) = caps::clear(None, set) {
             tracing::warn!("the waiting process keeps its capabilities: {e}");
         }
     }
     loop {
-        match waitpid(Some(child), WaitOptions::empty()) {
+        match wait(WaitOptions::UNTRACED) {
             Err(rustix::io::Errno::INTR) | Ok(None) => continue,
             Err(e) => {
                 tracing::error!("cannot wait for the sandboxed process: {e}");
                 exit(1)
+            }
+            Ok(Some((pid, status))) if pid != child => {
+                if Some(pid) == helper && status.stopped() {
+                    let _ = kill_process(pid, Signal::KILL);
+                }
             }
             Ok(Some((_, status))) => match (status.exit_status(), status.terminating_signal()) {
                 (Some(code), _) => exit(code),

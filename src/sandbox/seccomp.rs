@@ -63,9 +63,11 @@ const ALLOWED: &[&[c_long]] = &[
 /// fchmodat2(2), which libc does not name on all architectures; the number is the same on all.
 const SYS_FCHMODAT2: c_long = 452;
 
-/// Calls that are allowed if an argument (by number), masked with the third column, is the fourth. Several lines for
-/// one call are alternatives.
-const CONDITIONAL: &[(c_long, u8, u64, u64)] = &[
+/// A call that is allowed if an argument (by number), masked with the third column, is the fourth. Several for one call
+/// are alternatives.
+pub type Condition = (c_long, u8, u64, u64);
+
+const CONDITIONAL: &[Condition] = &[
     // No memory is ever executable anew.
     (SYS_mmap, 2, PROT_EXEC as u64, 0),
     (SYS_mprotect, 2, PROT_EXEC as u64, 0),
@@ -80,13 +82,22 @@ const CONDITIONAL: &[(c_long, u8, u64, u64)] = &[
 ];
 
 /// All bits of an argument count.
-const ANY: u64 = u32::MAX as u64;
+pub const ANY: u64 = u32::MAX as u64;
 
-/// Installs the filter for all threads, and for ever. `syslog`: allow what a log to syslog takes.
+/// Installs the daemon's filter for all threads, and for ever. `syslog`: allow what a log to syslog takes.
 ///
 /// # Errors
 /// [`Error::Other`] if the kernel has no seccomp filters.
 pub fn apply(action: Action, syslog: bool) -> Result<(), Error> {
+    let syslog: &[c_long] = if syslog { &[SYS_sendto] } else { &[] };
+    apply_list(action, &[ALLOWED, &[syslog]].concat(), CONDITIONAL)
+}
+
+/// Installs a filter that allows these calls alone, for all threads, and for ever.
+///
+/// # Errors
+/// [`Error::Other`] if the kernel has no seccomp filters.
+pub fn apply_list(action: Action, calls: &[&[c_long]], conditional: &[Condition]) -> Result<(), Error> {
     let mismatch = match action {
         Action::None => return Ok(()),
         Action::Kill => SeccompAction::KillProcess,
@@ -94,23 +105,24 @@ pub fn apply(action: Action, syslog: bool) -> Result<(), Error> {
         Action::Trap => SeccompAction::Trap,
     };
     let failed = |e: &dyn std::fmt::Display| Error::Other(format!("cannot set up seccomp: {e}: try --seccomp none"));
-    for program in [no_clone3(), allow_list(mismatch, syslog)] {
+    for program in [no_clone3(), allow_list(mismatch, calls, conditional)] {
         apply_filter_all_threads(&program.map_err(|e| failed(&e))?).map_err(|e| failed(&e))?;
     }
     Ok(())
 }
 
-fn allow_list(mismatch: SeccompAction, syslog: bool) -> Result<BpfProgram, BackendError> {
+fn allow_list(
+    mismatch: SeccompAction,
+    calls: &[&[c_long]],
+    conditional: &[Condition],
+) -> Result<BpfProgram, BackendError> {
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> =
-        ALLOWED.iter().flat_map(|calls| calls.iter()).map(|call| (*call, Vec::new())).collect();
-    for &(call, argument, mask, value) in CONDITIONAL {
+        calls.iter().flat_map(|calls| calls.iter()).map(|call| (*call, Vec::new())).collect();
+    for &(call, argument, mask, value) in conditional {
         rules.entry(call).or_default().push(rule(argument, mask, value)?);
     }
     // tgkill interrupts a thread that waits for a lock; other processes are no business of the daemon.
     rules.insert(SYS_tgkill, vec![rule(0, ANY, std::process::id().into())?]);
-    if syslog {
-        rules.insert(SYS_sendto, Vec::new());
-    }
     compile(rules, mismatch, SeccompAction::Allow)
 }
 
@@ -139,7 +151,7 @@ mod tests {
 
     #[test]
     fn the_list_compiles_and_names_each_call_once() {
-        assert!(allow_list(SeccompAction::KillProcess, true).is_ok() && no_clone3().is_ok());
+        assert!(allow_list(SeccompAction::KillProcess, ALLOWED, CONDITIONAL).is_ok() && no_clone3().is_ok());
         let mut calls: Vec<_> = ALLOWED.concat();
         let named = calls.len();
         calls.sort_unstable();

@@ -1,0 +1,244 @@
+//! Proxy files: files of a private FUSE mount that stand for real ones where QEMU is to map them.
+//!
+//! QEMU maps a descriptor only if it is O_RDWR and the file is as large as the mapping, and it resizes an empty one. A
+//! proxy file is large, cannot be resized, and mapping it maps the page cache of the real file. Serving the mount takes
+//! CAP_SYS_ADMIN, so a process of its own does that, the window process; [`Proxy`] is the daemon's end of it.
+//!
+//! /dev/fuse is served directly: the crate `fuser` would add a dozen crates for nine requests, and hides the descriptor
+//! from the handshake to the notifications.
+
+mod fuse;
+mod guard;
+mod nodes;
+mod process;
+
+use std::fmt;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use parking_lot::Mutex;
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, SocketFlags, SocketType, recv, recvmsg, sendmsg, socketpair,
+};
+use rustix::process::Pid;
+use thiserror::Error;
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+use crate::sandbox::seccomp;
+
+/// What a proxy file does with the real one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Its mapping is a mapping of the real file: beyond that one's end it raises SIGBUS.
+    Through,
+    /// It has a page cache of its own. Beyond the end of the real file it reads as zeros and forgets what is written.
+    Cached,
+}
+
+/// Whether host processes that truncate a mapped file are held until the mapping is gone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum GuardMode {
+    /// They are not.
+    None,
+    /// They are, by pre-content events, where the kernel and the file system have them.
+    Fanotify,
+}
+
+/// Which guard there is. It does not see truncations through descriptors that were open before the file was mapped.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Guard {
+    On,
+    /// With the reason.
+    Off(String),
+}
+
+impl fmt::Display for Guard {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self {
+            Self::On => f.write_str("the host's truncations of mapped files wait for the mapping's end"),
+            Self::Off(reason) => write!(f, "mapped files are not guarded against truncation by the host: {reason}"),
+        }
+    }
+}
+
+/// Why there are no proxy files, in one line.
+#[derive(Debug, Error)]
+#[error("{0}")]
+pub struct Error(String);
+
+/// An open proxy file.
+#[derive(Debug)]
+pub struct Opened {
+    pub fd: OwnedFd,
+    /// Whether truncations of the real file wait for a revocation.
+    pub guarded: bool,
+}
+
+/// The daemon's end of the window process, which ends with it.
+#[derive(Debug)]
+pub struct Proxy {
+    calls: Mutex<OwnedFd>,
+    notices: OwnedFd,
+    guard: Guard,
+    pid: Pid,
+}
+
+/// A call of the daemon. Its descriptor comes with it.
+#[repr(C)]
+#[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
+struct Call {
+    what: u64,
+    id: u64,
+}
+
+const OPEN_THROUGH: u64 = 1;
+const OPEN_CACHED: u64 = 2;
+const INVALIDATE: u64 = 3;
+
+/// The answer; errno 0 is success.
+#[repr(C)]
+#[derive(Clone, Copy, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
+struct Answer {
+    errno: i32,
+    guarded: u32,
+}
+
+/// What the window process says unasked.
+#[repr(C)]
+#[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
+struct Notice {
+    what: u64,
+    /// The id, or the device.
+    first: u64,
+    /// The inode.
+    second: u64,
+}
+
+const REVOKE: u64 = 1;
+/// A truncation was let go on although the file may still be mapped.
+const OVERDUE: u64 = 2;
+
+/// The first message of the window process: this byte and why there is no guard, or else why there is no proxy.
+const READY: u8 = b'+';
+
+/// Starts the window process. To be called by root while this process has one thread, before [`crate::sandbox::enter`],
+/// and after the limit of open files is set: the window process has as many as files are open.
+///
+/// # Errors
+/// [`Error`], if anything that proxy files need is missing.
+pub fn start(guard: GuardMode, action: seccomp::Action) -> Result<Proxy, Error> {
+    process::start(guard, action)
+}
+
+impl Proxy {
+    /// Opens the proxy file of `real`. `id` is the caller's number for that file, from 1 on and never used for another.
+    /// For [`Kind::Through`] `real` must be O_RDWR; look at its size after this call, not before. Both kinds may be open
+    /// for one id, with different `real` of the same inode. All that the window process holds for the file goes when the
+    /// last descriptor of the proxy file is closed, here and in QEMU.
+    ///
+    /// # Errors
+    /// EBUSY while the file is to be dropped after [`Proxy::next_revocation`], and until the truncation that waited for
+    /// that is over (2 seconds at most); EACCES if `real` must be O_RDWR and is not; ESTALE if `id` is in use for another
+    /// inode.
+    pub fn open(&self, id: u64, kind: Kind, real: BorrowedFd) -> io::Result<Opened> {
+        let what = if kind == Kind::Through { OPEN_THROUGH } else { OPEN_CACHED };
+        let (answer, fd) = self.call(Call { what, id }, Some(real))?;
+        let fd = fd.ok_or_else(|| io::Error::other("the window process sent no descriptor"))?;
+        Ok(Opened { fd, guarded: answer.guarded != 0 })
+    }
+
+    /// Makes the Cached file of `id` forget what it has read. Changes by the guest through its file system need this;
+    /// those by host processes are noticed by the guard, if there is one.
+    pub fn invalidate(&self, id: u64) -> io::Result<()> {
+        self.call(Call { what: INVALIDATE, id }, None).map(drop)
+    }
+
+    /// Waits until the guard wants a Through file gone: all its mappings, and then all its descriptors, here and in QEMU.
+    /// `None` once the window process has ended. The id may be one that [`Proxy::open`] has not returned yet, or one that
+    /// is closed already.
+    pub fn next_revocation(&self) -> Option<u64> {
+        let mut notice = [0; size_of::<Notice>()];
+        loop {
+            match recv(&self.notices, &mut notice, RecvFlags::empty()) {
+                Err(Errno::INTR) => continue,
+                Ok((n, _)) if n == notice.len() => {}
+                _ => return None,
+            }
+            let notice: Notice = zerocopy::transmute!(notice);
+            if notice.what == REVOKE {
+                return Some(notice.first);
+            }
+            let (dev, ino) = (notice.first, notice.second);
+            let (major, minor) = (rustix::fs::major(dev), rustix::fs::minor(dev));
+            tracing::warn!("inode {ino} of device {major}:{minor} was still mapped when the host truncated it");
+        }
+    }
+
+    /// Which guard there is.
+    pub fn guard(&self) -> &Guard {
+        &self.guard
+    }
+
+    /// The window process, a child of the one that called [`start`].
+    pub fn pid(&self) -> Pid {
+        self.pid
+    }
+
+    fn call(&self, call: Call, fd: Option<BorrowedFd>) -> io::Result<(Answer, Option<OwnedFd>)> {
+        let socket = self.calls.lock();
+        send(socket.as_fd(), call.as_bytes(), fd, SendFlags::empty())?;
+        let mut answer = [0; size_of::<Answer>()];
+        let message = receive(socket.as_fd(), &mut answer)?;
+        if message.len != answer.len() {
+            return Err(io::Error::other("the window process has ended"));
+        }
+        let answer: Answer = zerocopy::transmute!(answer);
+        match answer.errno {
+            0 => Ok((answer, message.fd)),
+            errno => Err(io::Error::from_raw_os_error(errno)),
+        }
+    }
+}
+
+/// A received message: its length (0: the other end is gone), its descriptor, its sender.
+struct Message {
+    len: usize,
+    fd: Option<OwnedFd>,
+    sender: Option<Pid>,
+}
+
+fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
+    Ok(socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?)
+}
+
+fn send(socket: BorrowedFd, bytes: &[u8], fd: Option<BorrowedFd>, flags: SendFlags) -> io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    let fds = fd.as_slice();
+    if !fds.is_empty() {
+        ancillary.push(SendAncillaryMessage::ScmRights(fds));
+    }
+    let flags = flags | SendFlags::NOSIGNAL;
+    rustix::io::retry_on_intr(|| sendmsg(socket, &[IoSlice::new(bytes)], &mut ancillary, flags))?;
+    Ok(())
+}
+
+fn receive(socket: BorrowedFd, buffer: &mut [u8]) -> io::Result<Message> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1), ScmCredentials(1))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let received = rustix::io::retry_on_intr(|| {
+        recvmsg(socket, &mut [IoSliceMut::new(buffer)], &mut ancillary, RecvFlags::CMSG_CLOEXEC)
+    })?;
+    let mut message = Message { len: received.bytes, fd: None, sender: None };
+    for part in ancillary.drain() {
+        match part {
+            RecvAncillaryMessage::ScmRights(fds) => message.fd = fds.last(),
+            RecvAncillaryMessage::ScmCredentials(sender) => message.sender = Some(sender.pid),
+            _ => {}
+        }
+    }
+    Ok(message)
+}

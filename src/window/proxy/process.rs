@@ -1,0 +1,322 @@
+//! The window process: how it is started, what it may do, and the daemon's calls.
+
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::process::exit;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::thread;
+
+use caps::Capability::{CAP_DAC_READ_SEARCH, CAP_SYS_ADMIN, CAP_SYS_PTRACE};
+use libc::*;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{MemfdFlags, Mode, OFlags, fcntl_getfl, memfd_create, openat};
+use rustix::io::Errno;
+use rustix::mount::{
+    FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsconfig_set_flag, fsconfig_set_string, fsmount, fsopen,
+};
+use rustix::net::{SendFlags, sockopt::set_socket_passcred};
+use rustix::process::{Signal, WaitOptions, chroot, fchdir, set_parent_process_death_signal, setsid, waitpid};
+use rustix::thread::UnshareFlags;
+use zerocopy::IntoBytes;
+
+use super::fuse::{self, Fuse};
+use super::guard::{self, Guard, Watch};
+use super::nodes::{FileId, Nodes};
+use super::{
+    Answer, Call, Error, GuardMode, INVALIDATE, Kind, OPEN_CACHED, OPEN_THROUGH, Proxy, READY, pair, receive, send,
+};
+use crate::sandbox::seccomp::{self, Condition};
+use crate::sandbox::sys::{Forked, fork, unshare};
+use crate::window::sys;
+
+/// Calls that the window process makes.
+const ALLOWED: &[&[c_long]] = &[
+    // FUSE requests, and the real files.
+    &[SYS_read, SYS_readv, SYS_write, SYS_writev, SYS_pread64, SYS_pwritev2, SYS_fsync, SYS_fdatasync],
+    // Proxy files, /proc/TID, marks.
+    &[SYS_openat, SYS_close, SYS_fstat, SYS_newfstatat, SYS_statx, SYS_fanotify_mark, SYS_fcntl],
+    // The daemon, and events.
+    &[SYS_recvmsg, SYS_sendmsg, SYS_ppoll],
+    // Memory and threads.
+    &[SYS_munmap, SYS_mremap, SYS_madvise, SYS_brk, SYS_futex, SYS_sched_yield, SYS_sched_getaffinity, SYS_rseq],
+    &[SYS_set_robust_list, SYS_sigaltstack, SYS_rt_sigprocmask, SYS_rt_sigaction, SYS_rt_sigreturn, SYS_gettid],
+    &[SYS_getpid, SYS_exit, SYS_exit_group, SYS_restart_syscall, SYS_clock_gettime, SYS_getrandom],
+    #[cfg(target_arch = "x86_64")]
+    &[SYS_poll],
+];
+
+/// Calls that depend on an argument.
+const CONDITIONAL: &[Condition] = &[
+    (SYS_ioctl, 1, seccomp::ANY, sys::BACKING_OPEN as u64),
+    (SYS_ioctl, 1, seccomp::ANY, sys::BACKING_CLOSE as u64),
+    (SYS_mmap, 2, PROT_EXEC as u64, 0),
+    (SYS_mprotect, 2, PROT_EXEC as u64, 0),
+    (SYS_prctl, 0, seccomp::ANY, PR_SET_NAME as u64),
+];
+
+/// Room for the one line that the window process says first.
+const LINE: usize = 512;
+
+/// What the threads of the window process share.
+pub struct Shared {
+    /// /dev/fuse.
+    pub fuse: OwnedFd,
+    /// The mount's directory.
+    root: OwnedFd,
+    calls: OwnedFd,
+    pub notices: OwnedFd,
+    pub nodes: Nodes,
+    /// The process whose calls are served.
+    pub daemon: AtomicI32,
+    guard: Result<Guard, String>,
+    watch: Option<Watch>,
+}
+
+/// Why a step failed.
+trait Step<T> {
+    fn step(self, step: &str) -> Result<T, Error>;
+}
+
+impl<T, E: std::fmt::Display> Step<T> for Result<T, E> {
+    fn step(self, step: &str) -> Result<T, Error> {
+        self.map_err(|e| Error(format!("the window cannot {step}: {e}")))
+    }
+}
+
+pub fn start(guard: GuardMode, action: seccomp::Action) -> Result<Proxy, Error> {
+    let (fuse, root) = mount()?;
+    let (calls, theirs) = pair().step("create a socket pair")?;
+    let (notices, their_notices) = pair().step("create a socket pair")?;
+    set_socket_passcred(&theirs, true).step("ask for the daemon's process id")?;
+    let pid = match fork().step("start its process")? {
+        Forked::Parent(pid) => pid,
+        Forked::Child => Setup { fuse, root, calls: theirs, notices: their_notices }.run(guard, action),
+    };
+    drop((fuse, root, theirs, their_notices));
+    match hear(&calls) {
+        Ok(guard) => Ok(Proxy { calls: calls.into(), notices, guard, pid }),
+        Err(e) => {
+            let _ = waitpid(Some(pid), WaitOptions::empty());
+            Err(e)
+        }
+    }
+}
+
+/// The first message of the window process.
+fn hear(calls: &OwnedFd) -> Result<super::Guard, Error> {
+    let mut line = [0; LINE];
+    let length = receive(calls.as_fd(), &mut line).step("hear from its process")?.len;
+    let text = String::from_utf8_lossy(line[..length].get(1..).unwrap_or_default());
+    match (line[0], &*text) {
+        (READY, "") => Ok(super::Guard::On),
+        (READY, reason) => Ok(super::Guard::Off(reason.to_owned())),
+        (_, "") => Err(Error("the window's process ended at once".into())),
+        (_, reason) => Err(Error(reason.to_owned())),
+    }
+}
+
+/// A FUSE mount that is attached nowhere: nobody sees it, and it is gone with its last descriptor.
+fn mount() -> Result<(OwnedFd, OwnedFd), Error> {
+    let flags = OFlags::RDWR | OFlags::CLOEXEC;
+    let fuse = openat(rustix::fs::CWD, "/dev/fuse", flags, Mode::empty()).step("open /dev/fuse (modprobe fuse)")?;
+    let context = fsopen("fuse", FsOpenFlags::FSOPEN_CLOEXEC).step("mount FUSE (it needs CAP_SYS_ADMIN)")?;
+    let fd = fuse.as_raw_fd().to_string();
+    let options = [("fd", &*fd), ("rootmode", "40000"), ("user_id", "0"), ("group_id", "0")];
+    options.iter().try_for_each(|(key, value)| fsconfig_set_string(&context, *key, *value)).step("set up FUSE")?;
+    // QEMU, which gets the descriptors, may be another user.
+    fsconfig_set_flag(&context, "allow_other").step("set up FUSE for all users")?;
+    fsconfig_create(&context).step("mount FUSE (it needs CAP_SYS_ADMIN)")?;
+    let attributes =
+        MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV | MountAttrFlags::MOUNT_ATTR_NOEXEC;
+    let root = fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, attributes).step("mount FUSE")?;
+    Ok((fuse, root))
+}
+
+/// What the forked process has of the daemon's.
+struct Setup {
+    fuse: OwnedFd,
+    root: OwnedFd,
+    calls: OwnedFd,
+    notices: OwnedFd,
+}
+
+impl Setup {
+    fn run(self, guard: GuardMode, action: seccomp::Action) -> ! {
+        let calls = self.calls.try_clone();
+        match self.enter(guard, action) {
+            Ok(shared) => serve(&shared),
+            Err(Error(reason)) => {
+                let _ =
+                    calls.map(|calls| send(calls.as_fd(), format!("-{reason}").as_bytes(), None, SendFlags::empty()));
+                exit(1)
+            }
+        }
+    }
+
+    /// Gives up what the process does not need, and starts its threads.
+    fn enter(self, mode: GuardMode, action: seccomp::Action) -> Result<Arc<Shared>, Error> {
+        // If the daemon has ended before this, its socket tells.
+        set_parent_process_death_signal(Some(Signal::KILL)).step("ask for a signal at the daemon's end")?;
+        // Ctrl-Z is for the daemon: stopped, this process would stop others.
+        setsid().step("start a session")?;
+        let kept = [&self.fuse, &self.root, &self.calls, &self.notices].map(AsFd::as_fd);
+        sys::close_all_but(&kept).step("close the daemon's descriptors")?;
+        let guard = if mode == GuardMode::None { Err("--window-guard none".into()) } else { Guard::new() };
+        let watch = if mode == GuardMode::None { None } else { Watch::new().ok() };
+        let namespaces = UnshareFlags::NEWNS | UnshareFlags::NEWNET | UnshareFlags::NEWIPC | UnshareFlags::NEWUTS;
+        unshare(namespaces).step("create namespaces (it needs CAP_SYS_ADMIN)")?;
+        let Self { fuse, root, calls, notices } = self;
+        let (nodes, daemon) = (Nodes::default(), AtomicI32::new(0));
+        let shared = Arc::new(Shared { fuse, root, calls, notices, nodes, daemon, guard, watch });
+        let mut fuse = Fuse::new(Arc::clone(&shared));
+        fuse.serve_one().step("agree with the kernel's FUSE")?;
+        probe(&shared)?;
+        enter_root(&shared, &mut fuse)?;
+        limit_capabilities(shared.guard.is_ok())?;
+        start_threads(&shared, fuse)?;
+        seccomp::apply_list(action, ALLOWED, CONDITIONAL).step("limit its system calls")?;
+        Ok(shared)
+    }
+}
+
+/// Sees whether the kernel takes backing files.
+fn probe(shared: &Shared) -> Result<(), Error> {
+    let file = memfd_create("thruwayd-probe", MemfdFlags::CLOEXEC).step("create a file in memory")?;
+    let id = sys::backing_open(shared.fuse.as_fd(), file.as_fd())
+        .step("have FUSE passthrough (Linux 6.9 with CONFIG_FUSE_PASSTHROUGH, and CAP_SYS_ADMIN)")?;
+    sys::backing_close(shared.fuse.as_fd(), id).step("close a backing file")
+}
+
+/// Makes the mount the root, so that no path leads anywhere. The kernel asks this process, which so needs two threads.
+fn enter_root(shared: &Arc<Shared>, fuse: &mut Fuse) -> Result<(), Error> {
+    let root = Arc::clone(shared);
+    let entering = thread::spawn(move || fchdir(&root.root).and_then(|()| chroot(".")));
+    while !entering.is_finished() {
+        let mut ready = [PollFd::new(&shared.fuse, PollFlags::IN)];
+        // A millisecond: how soon the end of the thread is noticed.
+        if poll(&mut ready, Some(&Timespec { tv_sec: 0, tv_nsec: 1_000_000 })).is_ok_and(|n| n > 0) {
+            let _ = fuse.serve_one();
+        }
+    }
+    entering.join().unwrap_or(Err(Errno::IO)).step("make its mount the root")
+}
+
+/// Backing files and marks of others' files take the first two; to read others' system calls takes the third.
+fn limit_capabilities(guard: bool) -> Result<(), Error> {
+    let kept = [CAP_SYS_ADMIN, CAP_DAC_READ_SEARCH, CAP_SYS_PTRACE];
+    let kept = if guard { &kept[..] } else { &kept[..2] };
+    crate::sandbox::caps::keep(&kept.iter().copied().collect()).step("drop capabilities")
+}
+
+fn start_threads(shared: &Arc<Shared>, mut fuse: Fuse) -> Result<(), Error> {
+    spawn(shared, "fuse", move |_| fuse.run())?;
+    spawn(shared, "guard", |shared| shared.guard.iter().for_each(|guard| guard::run(shared, guard)))?;
+    spawn(shared, "watch", |shared| shared.watch.iter().for_each(|watch| guard::watch(shared, watch)))
+}
+
+/// Starts a thread whose panic ends the process.
+fn spawn(shared: &Arc<Shared>, name: &str, run: impl FnOnce(&Arc<Shared>) + Send + 'static) -> Result<(), Error> {
+    let shared = Arc::clone(shared);
+    let run = move || {
+        if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| run(&shared))).is_err() {
+            exit(1)
+        }
+    };
+    thread::Builder::new().name(name.into()).spawn(run).step("start a thread").map(drop)
+}
+
+/// Serves the daemon's calls until it ends.
+fn serve(shared: &Shared) -> ! {
+    let guard = shared.guard.as_ref().err().map_or("", String::as_str);
+    let line = [&[READY], guard.as_bytes()].concat();
+    let mut sent = send(shared.calls.as_fd(), &line, None, SendFlags::empty());
+    while sent.is_ok() {
+        let mut call = [0; size_of::<Call>()];
+        let Ok(message) = receive(shared.calls.as_fd(), &mut call) else { break };
+        if message.len != call.len() {
+            break;
+        }
+        if let Some(daemon) = message.sender {
+            shared.daemon.store(daemon.as_raw_nonzero().get(), Ordering::Relaxed);
+        }
+        let (answer, fd) = shared.answer(zerocopy::transmute!(call), message.fd);
+        sent = send(shared.calls.as_fd(), answer.as_bytes(), fd.as_ref().map(AsFd::as_fd), SendFlags::empty());
+    }
+    exit(0)
+}
+
+impl Shared {
+    fn answer(&self, call: Call, real: Option<OwnedFd>) -> (Answer, Option<OwnedFd>) {
+        let result = match (call.what, real) {
+            (OPEN_THROUGH, Some(real)) => self.open(call.id, Kind::Through, real),
+            (OPEN_CACHED, Some(real)) => self.open(call.id, Kind::Cached, real),
+            (INVALIDATE, None) => self.invalidate(call.id).map(|()| (Answer::default(), None)),
+            _ => Err(Errno::INVAL),
+        };
+        result.unwrap_or_else(|e| (Answer { errno: e.raw_os_error(), guarded: 0 }, None))
+    }
+
+    fn invalidate(&self, id: u64) -> Result<(), Errno> {
+        fuse::invalidate(&self.fuse, Nodes::nodeid(id, Kind::Cached)?)
+    }
+
+    fn open(&self, id: u64, kind: Kind, real: OwnedFd) -> Result<(Answer, Option<OwnedFd>), Errno> {
+        let nodeid = Nodes::nodeid(id, kind)?;
+        let file = FileId::of(&real).map_err(errno)?;
+        // The kernel opens a backing file anew, and would for writing whatever `real` is open for.
+        if kind == Kind::Through && fcntl_getfl(&real)? & OFlags::ACCMODE != OFlags::RDWR {
+            return Err(Errno::ACCESS);
+        }
+        let real = Arc::new(real);
+        let is_passing = |guard: &Guard| kind == Kind::Through && guard.is_passing(file);
+        if self.guard.as_ref().is_ok_and(is_passing) {
+            return Err(Errno::BUSY);
+        }
+        if self.nodes.reopen(nodeid, file, &real)?.is_none() {
+            let backing = (kind == Kind::Through).then(|| sys::backing_open(self.fuse.as_fd(), real.as_fd()));
+            self.nodes.insert(nodeid, file, Arc::clone(&real), backing.transpose().map_err(errno)?);
+        }
+        // The node is open once more than the kernel knows until it knows it.
+        let opened = self.open_node(nodeid, file, &real);
+        self.released(nodeid);
+        opened.map(|(fd, marked)| {
+            let guarded = marked && kind == Kind::Through;
+            (Answer { errno: 0, guarded: guarded.into() }, Some(fd))
+        })
+    }
+
+    /// Opens the proxy file and only then marks the real one: page faults by its mappings shall be no events.
+    fn open_node(&self, nodeid: u64, file: FileId, real: &Arc<OwnedFd>) -> Result<(OwnedFd, bool), Errno> {
+        let fd = openat(&self.root, nodeid.to_string(), OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
+        let marked = self.nodes.with(nodeid, |node| node.marked).unwrap_or(false);
+        let marked = marked || self.marks(nodeid).is_some_and(|marks| marks.add(file, real).is_ok());
+        self.nodes.with(nodeid, |node| node.marked = marked);
+        if self.nodes.is_revoked(nodeid) { Err(Errno::BUSY) } else { Ok((fd, marked)) }
+    }
+
+    /// The group that a node's file is marked in.
+    fn marks(&self, nodeid: u64) -> Option<&guard::Marks> {
+        match nodeid % 2 {
+            0 => self.guard.as_ref().ok().map(|guard| &guard.marks),
+            _ => self.watch.as_ref().map(|watch| &watch.marks),
+        }
+    }
+
+    /// Takes back an open of a node; with the last, everything goes.
+    pub fn released(&self, nodeid: u64) {
+        let Some(node) = self.nodes.released(nodeid) else { return };
+        if node.marked {
+            self.marks(nodeid).inspect(|marks| marks.remove(node.file, &node.real));
+        }
+        if let Some(id) = node.backing {
+            let _ = sys::backing_close(self.fuse.as_fd(), id);
+        }
+        if let Ok(guard) = &self.guard {
+            guard.wake();
+        }
+    }
+}
+
+fn errno(e: std::io::Error) -> Errno {
+    Errno::from_io_error(&e).unwrap_or(Errno::IO)
+}

@@ -1,0 +1,671 @@
+//! Proxy files and the guard of the real ones, as QEMU and host processes see them. Needs root and Linux 6.9.
+//!
+//! The program runs itself: once for each test, since the window process is started by a process of one thread; and as the
+//! host process that a test speaks of.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, BufRead, BufReader};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitCode, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread::{sleep, spawn};
+use std::time::{Duration, Instant};
+
+use rustix::fs::FallocateFlags;
+use rustix::io::Errno;
+use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
+use rustix::process::{Pid, Signal, kill_process};
+use tempfile::TempDir;
+use thruway::sandbox::{self, Sandbox, seccomp};
+use thruway::window::proxy::{self, Guard, GuardMode, Kind, Proxy};
+use vm_memory::mmap::MmapRegion;
+use vm_memory::{Bytes, FileOffset, VolatileMemory};
+
+const TESTS: &[(&str, fn())] = &[
+    ("a_mapping_is_the_real_file", a_mapping_is_the_real_file),
+    ("a_proxy_file_cannot_be_resized", a_proxy_file_cannot_be_resized),
+    ("far_offsets_are_mapped", far_offsets_are_mapped),
+    ("cached_reads_zeros_beyond_the_end", cached_reads_zeros_beyond_the_end),
+    ("cached_writes_keep_the_size", cached_writes_keep_the_size),
+    ("cached_serves_read_only_files", cached_serves_read_only_files),
+    ("cached_is_invalidated", cached_is_invalidated),
+    ("cached_sees_what_the_host_writes", cached_sees_what_the_host_writes),
+    ("files_of_overlayfs", files_of_overlayfs),
+    ("bad_calls_get_an_errno", bad_calls_get_an_errno),
+    ("truncations_wait_for_the_mapping", truncations_wait_for_the_mapping),
+    ("other_calls_do_not_wait", other_calls_do_not_wait),
+    ("the_daemons_truncations_do_not_wait", the_daemons_truncations_do_not_wait),
+    ("two_ids_of_one_file_are_both_revoked", two_ids_of_one_file_are_both_revoked),
+    ("a_truncation_waits_two_seconds_at_most", a_truncation_waits_two_seconds_at_most),
+    ("nothing_hangs_under_load", nothing_hangs_under_load),
+    ("nothing_is_left_of_closed_files", nothing_is_left_of_closed_files),
+    ("the_process_can_do_little", the_process_can_do_little),
+    ("it_ends_with_the_daemon", it_ends_with_the_daemon),
+    ("its_end_frees_who_waits", its_end_frees_who_waits),
+    ("a_stopped_one_is_killed", a_stopped_one_is_killed),
+];
+
+/// The exit code of a test that could not run.
+const SKIPPED: u8 = 77;
+
+const SIZE: usize = 5000;
+const MAPPED: usize = 2 << 20;
+const ID: u64 = 7;
+const SOON: Duration = Duration::from_secs(1);
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    match args.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        ["--run", name] => TESTS.iter().find(|(n, _)| *n == name).unwrap().1(),
+        ["--host", what, path] => host(what, Path::new(path)),
+        ["--daemon", share] => daemon(Path::new(share)),
+        ["--cost"] => cost(),
+        _ => return run_all(args.iter().find(|a| !a.starts_with('-')).map_or("", String::as_str)),
+    }
+    ExitCode::SUCCESS
+}
+
+fn run_all(filter: &str) -> ExitCode {
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: proxy files need root");
+        return ExitCode::SUCCESS;
+    }
+    let mut failed = 0;
+    for (name, _) in TESTS.iter().filter(|(name, _)| name.contains(filter)) {
+        let status = this(&["--run", name]).status().unwrap();
+        let skipped = status.code() == Some(SKIPPED.into());
+        failed += usize::from(!status.success() && !skipped);
+        println!(
+            "test {name} ... {}",
+            if skipped {
+                "skipped"
+            } else if status.success() {
+                "ok"
+            } else {
+                "FAILED"
+            }
+        );
+    }
+    println!("{failed} failed");
+    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn this(args: &[&str]) -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(args);
+    command
+}
+
+fn skip(reason: impl std::fmt::Display) -> ! {
+    println!("skipped: {reason}");
+    std::process::exit(SKIPPED.into())
+}
+
+/// A window process, and a directory on the disk.
+struct Window {
+    proxy: Arc<Proxy>,
+    dir: TempDir,
+}
+
+impl Window {
+    fn new(guard: GuardMode) -> Self {
+        let dir = TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let proxy = proxy::start(guard, seccomp::Action::Kill).unwrap_or_else(|e| skip(e));
+        Self { proxy: Arc::new(proxy), dir }
+    }
+
+    fn guarded() -> Self {
+        let window = Self::new(GuardMode::Fanotify);
+        match window.proxy.guard() {
+            Guard::On => window,
+            off => skip(off),
+        }
+    }
+
+    fn path(&self) -> PathBuf {
+        self.dir.path().join("file")
+    }
+
+    /// A new file of `SIZE` bytes "r".
+    fn file(&self) -> File {
+        fs::write(self.path(), [b'r'; SIZE]).unwrap();
+        read_write(&self.path())
+    }
+
+    fn map(&self, kind: Kind, file: &File) -> Mapping {
+        let opened = self.proxy.open(ID, kind, file.as_fd()).unwrap();
+        Mapping::new(opened.fd, 0)
+    }
+
+    /// A host process that does `what` to the file.
+    fn host(&self, what: &str) -> Child {
+        this(&["--host", what, self.path().to_str().unwrap()]).spawn().unwrap()
+    }
+
+    fn descriptors(&self) -> usize {
+        fs::read_dir(format!("/proc/{}/fd", self.proxy.pid())).unwrap().count()
+    }
+
+    fn status(&self, field: &str) -> String {
+        let text = fs::read_to_string(format!("/proc/{}/status", self.proxy.pid())).unwrap();
+        let line = text.lines().find(|line| line.starts_with(field)).unwrap();
+        line.split_once(':').unwrap().1.trim().to_owned()
+    }
+}
+
+fn read_write(path: &Path) -> File {
+    OpenOptions::new().read(true).write(true).open(path).unwrap()
+}
+
+/// What QEMU makes of a descriptor: a shared mapping, and the descriptor beside it, closed last.
+struct Mapping(MmapRegion);
+
+impl Mapping {
+    fn new(fd: OwnedFd, offset: u64) -> Self {
+        let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED);
+        Self(MmapRegion::build(Some(FileOffset::new(fd.into(), offset)), MAPPED, prot, flags).unwrap())
+    }
+
+    fn read(&self, offset: usize) -> u8 {
+        self.0.as_volatile_slice().read_obj(offset).unwrap()
+    }
+
+    fn write(&self, offset: usize, byte: u8) {
+        self.0.as_volatile_slice().write_obj(byte, offset).unwrap();
+    }
+
+    fn sync(&self) {
+        self.0.file_offset().unwrap().file().sync_all().unwrap();
+    }
+}
+
+/// The byte there; 0 beyond the end.
+fn byte(file: &File, offset: u64) -> u8 {
+    let mut byte = [0];
+    file.read_at(&mut byte, offset).unwrap();
+    byte[0]
+}
+
+fn wait_until(what: &str, done: impl Fn() -> bool) {
+    let end = Instant::now() + 10 * SOON;
+    while !done() {
+        assert!(Instant::now() < end, "not {what}");
+        sleep(Duration::from_millis(2));
+    }
+}
+
+fn is_gone(pid: Pid) -> bool {
+    fs::read_to_string(format!("/proc/{pid}/stat")).map_or(true, |stat| stat.contains(") Z "))
+}
+
+/// Waits for a host process and returns how long that took.
+fn finish(mut host: Child) -> Duration {
+    let start = Instant::now();
+    assert!(host.wait().unwrap().success());
+    start.elapsed()
+}
+
+fn a_mapping_is_the_real_file() {
+    let window = Window::new(GuardMode::None);
+    let file = window.file();
+    let mapping = window.map(Kind::Through, &file);
+    assert_eq!(mapping.read(0), b'r');
+    mapping.write(4999, b'm');
+    assert_eq!(byte(&file, 4999), b'm');
+    file.write_all_at(b"w", 17).unwrap();
+    assert_eq!(mapping.read(17), b'w');
+    file.write_all_at(b"longer", 8000).unwrap();
+    assert_eq!(mapping.read(8000), b'l');
+    assert_eq!(file.metadata().unwrap().len(), 8006);
+}
+
+fn a_proxy_file_cannot_be_resized() {
+    let window = Window::new(GuardMode::None);
+    let file = window.file();
+    for kind in [Kind::Through, Kind::Cached] {
+        let fd = window.proxy.open(ID, kind, file.as_fd()).unwrap().fd;
+        assert!(rustix::fs::fstat(&fd).unwrap().st_size >= 1 << 60);
+        for size in [0, MAPPED as u64] {
+            assert_eq!(rustix::fs::ftruncate(&fd, size), Err(Errno::PERM));
+        }
+    }
+    assert_eq!(file.metadata().unwrap().len(), SIZE as u64);
+}
+
+fn far_offsets_are_mapped() {
+    let window = Window::new(GuardMode::None);
+    let file = window.file();
+    let far = 3 << 30;
+    file.write_all_at(b"far", far).unwrap();
+    let mapping = Mapping::new(window.proxy.open(ID, Kind::Through, file.as_fd()).unwrap().fd, far);
+    assert_eq!(mapping.read(0), b'f');
+    mapping.write(1, b'A');
+    assert_eq!(byte(&file, far + 1), b'A');
+}
+
+fn cached_reads_zeros_beyond_the_end() {
+    let window = Window::new(GuardMode::None);
+    let mapping = window.map(Kind::Cached, &window.file());
+    assert_eq!([0, 4999, 5000, 8191, 8192, MAPPED - 1].map(|at| mapping.read(at)), [b'r', b'r', 0, 0, 0, 0]);
+    let far = Mapping::new(window.proxy.open(ID, Kind::Cached, window.file().as_fd()).unwrap().fd, 1 << 40);
+    assert_eq!(far.read(9), 0);
+}
+
+fn cached_writes_keep_the_size() {
+    let window = Window::new(GuardMode::None);
+    let file = window.file();
+    let mapping = window.map(Kind::Cached, &file);
+    [0, 4999, 5000, 100_000].iter().for_each(|at| mapping.write(*at, b'm'));
+    mapping.sync();
+    assert_eq!([0, 1, 4999].map(|at| byte(&file, at)), [b'm', b'r', b'm']);
+    assert_eq!(file.metadata().unwrap().len(), SIZE as u64);
+
+    let append = OpenOptions::new().read(true).append(true).open(window.path()).unwrap();
+    let mapping = window.map(Kind::Cached, &append);
+    mapping.write(1, b'a');
+    mapping.sync();
+    assert_eq!((byte(&file, 1), file.metadata().unwrap().len()), (b'a', SIZE as u64));
+}
+
+fn cached_serves_read_only_files() {
+    let window = Window::new(GuardMode::None);
+    window.file();
+    let file = File::open(window.path()).unwrap();
+    let mapping = window.map(Kind::Cached, &file);
+    assert_eq!(mapping.read(0), b'r');
+    mapping.write(0, b'm');
+    assert!(mapping.0.file_offset().unwrap().file().sync_all().is_err());
+    assert_eq!(byte(&file, 0), b'r');
+    // While the host executes it, too.
+    let program = window.dir.path().join("sleep");
+    fs::copy("/bin/sleep", &program).unwrap();
+    let mut running = Command::new(&program).arg("100").spawn().unwrap();
+    let opened = window.proxy.open(ID + 1, Kind::Cached, File::open(&program).unwrap().as_fd()).unwrap();
+    assert_eq!(Mapping::new(opened.fd, 0).read(1), b'E');
+    running.kill().unwrap();
+    running.wait().unwrap();
+}
+
+fn cached_is_invalidated() {
+    let window = Window::new(GuardMode::None);
+    let file = window.file();
+    let mapping = window.map(Kind::Cached, &file);
+    assert_eq!(mapping.read(0), b'r');
+    file.write_all_at(b"w", 0).unwrap();
+    assert_eq!(mapping.read(0), b'r');
+    window.proxy.invalidate(ID).unwrap();
+    assert_eq!(mapping.read(0), b'w');
+    window.proxy.invalidate(ID + 1).unwrap();
+}
+
+fn cached_sees_what_the_host_writes() {
+    let window = Window::guarded();
+    let file = window.file();
+    let mapping = window.map(Kind::Cached, &file);
+    let through = window.map(Kind::Through, &file);
+    assert_eq!(mapping.read(0), b'r');
+    finish(window.host("write"));
+    wait_until("seen", || mapping.read(0) == b'h');
+    assert_eq!(through.read(0), b'h');
+}
+
+fn files_of_overlayfs() {
+    let window = Window::new(GuardMode::Fanotify);
+    let [lower, upper, work, merged] = ["lower", "upper", "work", "merged"].map(|name| {
+        let path = window.dir.path().join(name);
+        fs::create_dir(&path).unwrap();
+        path
+    });
+    fs::write(lower.join("file"), [b'r'; SIZE]).unwrap();
+    let options = format!("lowerdir={},upperdir={},workdir={}", lower.display(), upper.display(), work.display());
+    let options = std::ffi::CString::new(options).unwrap();
+    if let Err(e) = mount("overlay", &merged, "overlay", MountFlags::empty(), Some(&*options)) {
+        skip(format!("cannot mount overlayfs: {e}"));
+    }
+    let file = read_write(&merged.join("file"));
+    unmount(&merged, UnmountFlags::DETACH).unwrap();
+    let opened = window.proxy.open(ID, Kind::Through, file.as_fd()).unwrap();
+    assert!(!opened.guarded);
+    let mapping = Mapping::new(opened.fd, 0);
+    mapping.write(1, b'm');
+    assert_eq!((byte(&file, 0), byte(&file, 1), file.metadata().unwrap().len()), (b'r', b'm', SIZE as u64));
+}
+
+fn bad_calls_get_an_errno() {
+    let window = Window::new(GuardMode::Fanotify);
+    let file = window.file();
+    let open = |id, kind, fd: &dyn AsFd| window.proxy.open(id, kind, fd.as_fd()).err().and_then(|e| e.raw_os_error());
+    for id in [0, u64::MAX, 1 << 62] {
+        assert_eq!(open(id, Kind::Through, &file), Some(libc::EINVAL), "{id}");
+    }
+    let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+    assert!(open(1, Kind::Through, &socket).is_some());
+    assert!(open(1, Kind::Through, &File::open(window.dir.path()).unwrap()).is_some());
+    let _mapping = window.map(Kind::Through, &file);
+    let other = File::create_new(window.dir.path().join("other")).unwrap();
+    assert_eq!(open(ID, Kind::Through, &other), Some(libc::ESTALE));
+    assert_eq!(open(ID, Kind::Through, &file), None);
+    assert_eq!(open(ID, Kind::Through, &File::open(window.path()).unwrap()), Some(libc::EACCES));
+}
+
+fn truncations_wait_for_the_mapping() {
+    let window = Window::guarded();
+    for what in ["truncate", "ftruncate", "open_trunc", "punch", "thread"] {
+        let file = window.file();
+        let opened = window.proxy.open(ID, Kind::Through, file.as_fd()).unwrap();
+        assert!(opened.guarded);
+        let mapping = Mapping::new(opened.fd, 0);
+        let mut host = window.host(what);
+        assert_eq!(window.proxy.next_revocation(), Some(ID), "{what}");
+        sleep(SOON / 4);
+        assert!(host.try_wait().unwrap().is_none(), "{what} is held");
+        assert_eq!((mapping.read(0), file.metadata().unwrap().len()), (b'r', SIZE as u64), "{what}");
+        let reopened = window.proxy.open(ID, Kind::Through, file.as_fd());
+        assert_eq!(reopened.unwrap_err().raw_os_error(), Some(libc::EBUSY));
+        drop(mapping);
+        assert!(finish(host) < SOON, "{what} goes on");
+        assert_eq!(byte(&file, 0), 0, "{what}");
+        drop(window.proxy.open(ID, Kind::Through, file.as_fd()).unwrap());
+    }
+}
+
+fn other_calls_do_not_wait() {
+    let window = Window::guarded();
+    let mapping = window.map(Kind::Through, &window.file());
+    let revoked = Arc::new(AtomicUsize::new(0));
+    let (counter, proxy) = (Arc::clone(&revoked), Arc::clone(&window.proxy));
+    spawn(move || {
+        while proxy.next_revocation().is_some() {
+            counter.fetch_add(1, Ordering::Relaxed);
+        }
+    });
+    for what in ["read", "write", "append", "mmap", "sendfile", "many"] {
+        let took = finish(window.host(what));
+        assert!(took < 2 * SOON, "{what} took {took:?}");
+        assert_eq!(revoked.load(Ordering::Relaxed), 0, "{what}");
+    }
+    assert_eq!(mapping.read(0), b'h');
+}
+
+fn the_daemons_truncations_do_not_wait() {
+    let window = Window::guarded();
+    let _mapping = window.map(Kind::Through, &window.file());
+    let path = window.path();
+    let start = Instant::now();
+    spawn(move || {
+        let file = OpenOptions::new().write(true).truncate(true).open(path).unwrap();
+        file.set_len(100).unwrap();
+        file.set_len(50).unwrap();
+    })
+    .join()
+    .unwrap();
+    assert!(start.elapsed() < SOON);
+}
+
+fn two_ids_of_one_file_are_both_revoked() {
+    let window = Window::guarded();
+    let file = window.file();
+    let mapping = window.map(Kind::Through, &file);
+    let other = window.proxy.open(ID + 1, Kind::Through, file.as_fd()).unwrap();
+    assert!(other.guarded);
+    drop(mapping);
+    let mapping = window.map(Kind::Through, &file);
+    let mut host = window.host("truncate");
+    let mut revoked = [window.proxy.next_revocation(), window.proxy.next_revocation()];
+    revoked.sort_unstable();
+    assert_eq!(revoked, [Some(ID), Some(ID + 1)]);
+    drop(mapping);
+    sleep(SOON / 4);
+    assert!(host.try_wait().unwrap().is_none());
+    drop(other);
+    assert!(finish(host) < SOON);
+}
+
+fn a_truncation_waits_two_seconds_at_most() {
+    let window = Window::guarded();
+    let file = window.file();
+    let _mapping = window.map(Kind::Through, &file);
+    let start = Instant::now();
+    let host = window.host("truncate");
+    // Others are served meanwhile.
+    sleep(SOON / 2);
+    assert!(finish(window.host("read")) < SOON);
+    finish(host);
+    let took = start.elapsed();
+    assert!(2 * SOON <= took && took < 3 * SOON, "{took:?}");
+    assert_eq!(file.metadata().unwrap().len(), 0);
+}
+
+fn nothing_hangs_under_load() {
+    let window = Window::guarded();
+    window.file();
+    let mapped = Arc::new(std::sync::Mutex::new(None));
+    let (theirs, proxy) = (Arc::clone(&mapped), Arc::clone(&window.proxy));
+    spawn(move || {
+        while proxy.next_revocation().is_some() {
+            *theirs.lock().unwrap() = None;
+        }
+    });
+    let mut storms: Vec<Child> = (0..2).map(|_| window.host("storm")).collect();
+    let start = Instant::now();
+    let mut opened = 0;
+    while storms.iter_mut().any(|storm| storm.try_wait().unwrap().is_none()) {
+        let file = read_write(&window.path());
+        let cached = window.map(Kind::Cached, &file);
+        assert_eq!(cached.read(MAPPED - 1), 0);
+        cached.write(1, b'm');
+        window.proxy.invalidate(ID).unwrap();
+        let through = window.proxy.open(ID, Kind::Through, file.as_fd());
+        opened += usize::from(through.is_ok());
+        *mapped.lock().unwrap() = through.ok();
+    }
+    assert!(opened > 10, "{opened}");
+    assert!(start.elapsed() < 20 * SOON, "{:?}", start.elapsed());
+    assert!(storms.into_iter().all(|mut storm| storm.wait().unwrap().success()));
+}
+
+fn nothing_is_left_of_closed_files() {
+    let window = Window::new(GuardMode::Fanotify);
+    let before = window.descriptors();
+    for id in 1..=200 {
+        let path = window.dir.path().join(format!("{id}"));
+        fs::write(&path, "r").unwrap();
+        let file = read_write(&path);
+        for kind in [Kind::Through, Kind::Cached] {
+            let mapping = Mapping::new(window.proxy.open(id, kind, file.as_fd()).unwrap().fd, 0);
+            assert_eq!(mapping.read(0), b'r');
+        }
+        if id == 200 {
+            // What is closed can be executed, and has no marks.
+            drop(file);
+            wait_until("closed", || window.descriptors() == before);
+            let marks = fs::read_dir(format!("/proc/{}/fdinfo", window.proxy.pid())).unwrap();
+            let marks = marks.map(|entry| fs::read_to_string(entry.unwrap().path()).unwrap());
+            assert_eq!(marks.map(|info| info.matches("fanotify ino").count()).sum::<usize>(), 0);
+        }
+    }
+}
+
+fn the_process_can_do_little() {
+    let dir = tempfile::tempfile().unwrap();
+    let window = Window::new(GuardMode::Fanotify);
+    let guarded = *window.proxy.guard() == Guard::On;
+    // DAC_READ_SEARCH, SYS_ADMIN and, to read others' system calls, SYS_PTRACE of include/uapi/linux/capability.h.
+    let kept: u64 = 1 << 2 | 1 << 21 | u64::from(guarded) << 19;
+    for (set, wanted) in [("CapEff:", kept), ("CapPrm:", kept), ("CapBnd:", 0), ("CapInh:", 0), ("CapAmb:", 0)] {
+        assert_eq!(u64::from_str_radix(&window.status(set), 16).unwrap(), wanted, "{set}");
+    }
+    assert_eq!((window.status("Seccomp:"), window.status("NoNewPrivs:")), ("2".into(), "1".into()));
+    let pid = window.proxy.pid();
+    for namespace in ["mnt", "net", "ipc", "uts"] {
+        let of = |process: &str| fs::read_link(format!("/proc/{process}/ns/{namespace}")).unwrap();
+        assert_ne!(of(&pid.to_string()), of("self"), "{namespace}");
+    }
+    assert!(!Path::new(&format!("/proc/{pid}/root/bin")).exists());
+    let ours = rustix::fs::fstat(&dir).unwrap().st_ino.to_string();
+    for entry in fs::read_dir(format!("/proc/{pid}/fdinfo")).unwrap() {
+        assert!(!fs::read_to_string(entry.unwrap().path()).unwrap().contains(&format!("ino:\t{ours}\n")));
+    }
+}
+
+/// A daemon in its sandbox that has the file of the share mapped, and never reacts.
+struct Daemon {
+    child: Child,
+    helper: Pid,
+    dir: TempDir,
+}
+
+impl Daemon {
+    fn start() -> Self {
+        let dir = TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        fs::write(dir.path().join("file"), [b'r'; SIZE]).unwrap();
+        let mut child = this(&["--daemon", dir.path().to_str().unwrap()]).stdout(Stdio::piped()).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        let Ok(helper) = line.trim().parse() else { skip(line) };
+        Self { child, helper: Pid::from_raw(helper).unwrap(), dir }
+    }
+
+    fn truncate(&self) -> Child {
+        this(&["--host", "truncate", self.dir.path().join("file").to_str().unwrap()]).spawn().unwrap()
+    }
+}
+
+fn daemon(share: &Path) {
+    let proxy = proxy::start(GuardMode::Fanotify, seccomp::Action::Kill).unwrap_or_else(|e| skip(e));
+    let pid = proxy.pid();
+    let (uid_map, gid_map) = (Vec::new(), Vec::new());
+    let (shared_dir, sandbox) = (share.to_owned(), Sandbox::Namespace);
+    let settings = sandbox::Settings { sandbox, shared_dir, uid_map, gid_map, helper: Some(pid) };
+    let (_, proxy) = sandbox::enter(&settings, proxy).unwrap();
+    let opened = proxy.open(ID, Kind::Through, read_write(Path::new("/file")).as_fd()).unwrap();
+    let mapping = Mapping::new(opened.fd, 0);
+    // A truncation by the daemon, whose process id is another one outside.
+    read_write(Path::new("/file")).set_len(4000).unwrap();
+    println!("{}", if opened.guarded { pid.to_string() } else { proxy.guard().to_string() });
+    while proxy.next_revocation().is_some() {}
+    sleep(100 * SOON);
+    drop(mapping);
+}
+
+fn it_ends_with_the_daemon() {
+    let mut daemon = Daemon::start();
+    daemon.child.kill().unwrap();
+    daemon.child.wait().unwrap();
+    wait_until("gone", || is_gone(daemon.helper));
+
+    // The serving process alone: the one that waits for it then ends too.
+    let mut daemon = Daemon::start();
+    let id = daemon.child.id();
+    let children = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap();
+    let server = children.split_whitespace().find(|pid| *pid != daemon.helper.to_string()).unwrap();
+    kill_process(Pid::from_raw(server.parse().unwrap()).unwrap(), Signal::KILL).unwrap();
+    daemon.child.wait().unwrap();
+    wait_until("gone", || is_gone(daemon.helper));
+}
+
+fn its_end_frees_who_waits() {
+    let mut daemon = Daemon::start();
+    let mut host = daemon.truncate();
+    sleep(SOON / 2);
+    assert!(host.try_wait().unwrap().is_none());
+    kill_process(daemon.helper, Signal::KILL).unwrap();
+    assert!(finish(host) < SOON);
+    wait_until("reaped", || !Path::new(&format!("/proc/{}", daemon.helper)).exists());
+    assert!(daemon.child.try_wait().unwrap().is_none());
+    daemon.child.kill().unwrap();
+}
+
+fn a_stopped_one_is_killed() {
+    let mut daemon = Daemon::start();
+    kill_process(daemon.helper, Signal::STOP).unwrap();
+    assert!(finish(daemon.truncate()) < SOON);
+    wait_until("reaped", || !Path::new(&format!("/proc/{}", daemon.helper)).exists());
+    daemon.child.kill().unwrap();
+}
+
+/// What a process of the host does.
+fn host(what: &str, path: &Path) {
+    match what {
+        "truncate" => truncate(path),
+        "ftruncate" => read_write(path).set_len(0).unwrap(),
+        "thread" => in_thread(|path| truncate(&path), path),
+        "open_trunc" => drop(File::create(path).unwrap()),
+        "punch" => punch(path),
+        "read" => in_thread(|path| drop(fs::read(path).unwrap()), path),
+        "write" => read_write(path).write_all_at(b"h", 0).unwrap(),
+        "append" => io::Write::write_all(&mut OpenOptions::new().append(true).open(path).unwrap(), b"h").unwrap(),
+        "mmap" => map_and_change(path),
+        "sendfile" => drop(fs::copy(path, path.with_extension("copy")).unwrap()),
+        "many" => (0..2000).for_each(|_| drop(fs::read(path).unwrap())),
+        "storm" => (0..300).for_each(|_| storm(path)),
+        "cost" => print_cost(path),
+        _ => panic!("{what}"),
+    }
+}
+
+/// Truncates and more, and never waits for as long as the guard does for a daemon that is dead.
+fn storm(path: &Path) {
+    let start = Instant::now();
+    truncate(path);
+    fs::write(path, [b'r'; SIZE]).unwrap();
+    drop(fs::read(path).unwrap());
+    assert!(start.elapsed() < 2 * SOON);
+}
+
+fn in_thread(what: fn(PathBuf), path: &Path) {
+    let path = path.to_owned();
+    spawn(move || what(path)).join().unwrap();
+}
+
+fn truncate(path: &Path) {
+    let path = std::ffi::CString::new(path.as_os_str().as_bytes()).unwrap();
+    // SAFETY: the path is a string that ends with a zero.
+    assert_eq!(unsafe { libc::truncate(path.as_ptr(), 0) }, 0);
+}
+
+fn punch(path: &Path) {
+    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    rustix::fs::fallocate(read_write(path), flags, 0, 4096).unwrap();
+}
+
+fn map_and_change(path: &Path) {
+    let file = FileOffset::new(read_write(path), 0);
+    let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED);
+    let mapping = MmapRegion::<()>::build(Some(file), 4096, prot, flags).unwrap();
+    mapping.as_volatile_slice().write_obj(b'h', 0).unwrap();
+}
+
+/// Prints what a host process pays for 4 KiB of a file that has no mark, and of one that has.
+fn cost() {
+    let window = Window::guarded();
+    let file = window.file();
+    file.write_all_at(&vec![b'r'; 2 * MAPPED], 0).unwrap();
+    for round in 1..=3 {
+        println!("round {round}, not marked:");
+        finish(window.host("cost"));
+        let _mapping = window.map(Kind::Through, &file);
+        println!("round {round}, marked:");
+        finish(window.host("cost"));
+    }
+}
+
+fn print_cost(path: &Path) {
+    let (file, mut block, calls) = (read_write(path), [0; 4096], 20_000);
+    let time = |what, call: &mut dyn FnMut()| {
+        let start = Instant::now();
+        (0..calls).for_each(|_| call());
+        println!("  {what}: {} ns", start.elapsed().as_nanos() / calls);
+    };
+    time("pread", &mut || assert!(file.read_at(&mut block, 0).is_ok()));
+    time("pwrite", &mut || assert!(file.write_at(&[0; 4096], 0).is_ok()));
+    let mapping = Mapping::new(read_write(path).into(), 0);
+    let start = Instant::now();
+    (0..MAPPED).step_by(4096).for_each(|at| assert_ne!(mapping.read(at), b'x'));
+    println!("  page faults: {} ns for each page", start.elapsed().as_nanos() * 4096 / MAPPED as u128);
+    time("open, close", &mut || drop(File::open(path).unwrap()));
+}
