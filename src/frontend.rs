@@ -3,6 +3,8 @@
 //! It has guest memory, split virtqueues (VIRTIO 1.3, section 2.7) and just enough of FUSE to send a request. For hostile
 //! tests the rings can also be written by hand ([`Frontend::memory`], [`Frontend::layout`], [`Frontend::push_raw`]).
 
+mod window;
+
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io;
@@ -27,6 +29,8 @@ use virtio_queue::desc::split::Descriptor;
 use vm_memory::{ByteValued, Bytes, FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+pub use window::{Mapped, Window};
 
 /// Where guest memory starts: not at 0, so that there is an address below it that a test can abuse.
 pub const MEMORY_BASE: u64 = 1 << 20;
@@ -114,8 +118,15 @@ impl Frontend {
         vhost.set_owner().map_err(io::Error::other)?;
         vhost.get_features().map_err(io::Error::other)?;
         let offered = vhost.get_protocol_features().map_err(io::Error::other)?;
-        let wanted =
-            Protocol::MQ | Protocol::REPLY_ACK | Protocol::CONFIG | Protocol::RESET_DEVICE | Protocol::LOG_SHMFD;
+        let wanted = Protocol::MQ
+            | Protocol::REPLY_ACK
+            | Protocol::CONFIG
+            | Protocol::RESET_DEVICE
+            | Protocol::LOG_SHMFD
+            | Protocol::CONFIGURE_MEM_SLOTS
+            | Protocol::BACKEND_REQ
+            | Protocol::BACKEND_SEND_FD
+            | Protocol::SHMEM;
         vhost.set_protocol_features(offered & wanted).map_err(io::Error::other)?;
         vhost.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
         self.set_features(0)?;
@@ -128,6 +139,11 @@ impl Frontend {
         features |= u64::from(self.options.event_idx) << VIRTIO_RING_F_EVENT_IDX;
         features |= u64::from(self.options.indirect) << VIRTIO_RING_F_INDIRECT_DESC;
         self.vhost.set_features(features).map_err(io::Error::other)
+    }
+
+    /// Lets the device map files into the guest's memory from now on.
+    pub fn open_window(&mut self) -> io::Result<Window> {
+        Window::open(&mut self.vhost)
     }
 
     /// Sends the memory table.

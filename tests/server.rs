@@ -70,6 +70,7 @@ impl Guest {
             Outcome::Replied(n) => Some(n),
             Outcome::Silent => None,
             Outcome::Deferred(wait) => Some(wait().len()),
+            Outcome::Handed(_) => unreachable!("there is no window"),
         }
     }
 

@@ -6,11 +6,13 @@ use std::os::unix::net::UnixListener;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use thruway::cli::{self, Options, Stop, listen};
+use thruway::cli::{self, DaxWindow, Options, Stop, listen};
 use thruway::device;
 use thruway::fs::{FileHandles, PassthroughFs};
 use thruway::fuse::Server;
 use thruway::sandbox::{self, Entered, Sandbox, caps, limits, seccomp};
+use thruway::window::Window;
+use thruway::window::proxy::{self, Guard, GuardMode, Proxy};
 
 fn main() -> ExitCode {
     let options = match cli::parse(std::env::args_os()) {
@@ -42,18 +44,22 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
             format!("there is no directory '{}': create it, or give another --shared-dir", dir.display()).into()
         );
     }
-    let sandbox = options.sandbox_settings();
+    let mut sandbox = options.sandbox_settings();
     sandbox::check(&sandbox)?;
     let (listener, _pid_file) = listen(options)?;
     limits::set_nofile(options.rlimit_nofile)?;
-    let (entered, listener) = sandbox::enter(&sandbox, listener)?;
-    let fs = start_fs(options, entered)?;
+    let proxy = start_proxy(options)?;
+    sandbox.helper = proxy.as_ref().map(Proxy::pid);
+    let (entered, (listener, proxy)) = sandbox::enter(&sandbox, (listener, proxy))?;
+    let window = start_window(options, proxy)?;
+    let fs = start_fs(options, entered)?.with_window(window.clone());
     seccomp::apply(options.seccomp, options.syslog)?;
     tracing::info!("waiting for a vhost-user frontend on {}", options.endpoint());
     let device = device::Options {
         tag: options.tag.clone(),
         request_queues: options.num_request_queues,
         keep_alive: options.keep_alive,
+        window,
     };
     device::serve(listener, Arc::new(Server::new(fs)), device)?;
     if let (Sandbox::None, Some(path)) = (options.sandbox, options.socket()) {
@@ -72,6 +78,32 @@ fn listen(options: &Options) -> Result<(UnixListener, Option<File>), listen::Err
         }
         (fd, _) => Ok((listen::inherit(fd.unwrap_or(-1))?, None)),
     }
+}
+
+/// The process that makes files mappable, where a window is asked for.
+fn start_proxy(options: &Options) -> Result<Option<Proxy>, Box<dyn Error>> {
+    let DaxWindow { size, required } = options.dax_window;
+    if size == 0 {
+        return Ok(None);
+    }
+    match proxy::start(options.window_guard, options.seccomp) {
+        Ok(proxy) => {
+            if let (Guard::Off(_), GuardMode::Fanotify) = (proxy.guard(), options.window_guard) {
+                tracing::warn!("{}", proxy.guard());
+            }
+            Ok(Some(proxy))
+        }
+        Err(error) if required => Err(format!("there can be no DAX window: {error}").into()),
+        Err(error) => {
+            tracing::warn!("there is no DAX window: {error}");
+            Ok(None)
+        }
+    }
+}
+
+fn start_window(options: &Options, proxy: Option<Proxy>) -> Result<Option<Arc<Window>>, Box<dyn Error>> {
+    let Some(proxy) = proxy else { return Ok(None) };
+    Ok(Some(Window::new(options.dax_window.size, Arc::new(proxy))?))
 }
 
 fn start_fs(options: &Options, entered: Entered) -> Result<PassthroughFs, Box<dyn Error>> {

@@ -20,6 +20,8 @@ use crate::fs::xattrmap::XattrMap;
 use crate::fs::{self, CachePolicy, FileHandles, MigrationMode, MigrationOnError, Offer};
 use crate::sandbox::caps::ModCaps;
 use crate::sandbox::{self, IdRange, Sandbox, seccomp};
+use crate::window;
+use crate::window::proxy::GuardMode;
 
 /// Features of docs/interop/vhost-user.json in QEMU that this daemon has, as in `50-thruway.json`.
 const FEATURES: [&str; 4] =
@@ -164,6 +166,29 @@ pub struct Options {
           value_name = "never|prefer|mandatory")]
     pub inode_file_handles: FileHandles,
 
+    /// Let the guest map files into its memory (DAX), in a window of this size: 128M, 1G; 0: not
+    ///
+    /// A power of two, at least 2M, at most 2M for each of --max-mappings. The frontend must have shared memory regions:
+    /// docs/dax.md has QEMU's command. Needs CAP_SYS_ADMIN and Linux 6.9; without them there is a warning and no window, or
+    /// with SIZE,required an error.
+    #[arg(long, value_name = "SIZE[,required]", default_value = "0", value_parser = parse_window)]
+    pub dax_window: DaxWindow,
+
+    /// The most files' parts of 2 MiB that are mapped at a time (at most 448, as QEMU ends a VM with 512 memory regions)
+    #[arg(long, value_name = "N", default_value_t = DEFAULT_MAPPINGS,
+          value_parser = clap::value_parser!(u16).range(1..=window::MAX_MAPPINGS as i64))]
+    pub max_mappings: u16,
+
+    /// The smallest file that a guest with -o dax=inode maps
+    #[arg(long, value_name = "SIZE", default_value = "1M", value_parser = parse_size)]
+    pub dax_min_size: u64,
+
+    /// What keeps a host process that truncates a mapped file from killing the virtual machine
+    ///
+    /// fanotify: the truncation waits until the mapping is gone. On ext4, XFS and Btrfs, with Linux 6.14.
+    #[arg(long, default_value = "fanotify")]
+    pub window_guard: GuardMode,
+
     /// Translate user ids between guest and host; several rules may be given
     ///
     /// map:GUEST:HOST:COUNT translates a range both ways; guest:GUEST:HOST:COUNT and host:HOST:GUEST:COUNT only what
@@ -254,6 +279,18 @@ pub struct Options {
     pub compat_foreground: bool,
 }
 
+/// Live mappings unless --max-mappings says otherwise: half of what QEMU has room for, so that two such devices fit.
+const DEFAULT_MAPPINGS: u16 = 256;
+
+/// What `--dax-window` asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DaxWindow {
+    /// In bytes; 0: none.
+    pub size: u64,
+    /// Do not start without it.
+    pub required: bool,
+}
+
 /// Why there are no options to go on with.
 #[derive(Debug, Error)]
 pub enum Stop {
@@ -297,6 +334,31 @@ fn parse_tag(tag: &str) -> Result<String, String> {
     }
 }
 
+fn parse_window(text: &str) -> Result<DaxWindow, String> {
+    let (size, required) = match text.split_once(',') {
+        None => (text, false),
+        Some((size, "required")) => (size, true),
+        Some((_, other)) => return Err(format!("'{other}' is not 'required'")),
+    };
+    let size = parse_size(size)?;
+    if size != 0 && (size < window::RANGE || !size.is_power_of_two()) {
+        return Err("the size must be 0 or a power of two from 2M on".into());
+    }
+    Ok(DaxWindow { size, required })
+}
+
+/// A number of bytes: 4096, 128K, 1M, 2G.
+fn parse_size(text: &str) -> Result<u64, String> {
+    let (digits, shift) = match text.as_bytes().last() {
+        Some(b'K' | b'k') => (&text[..text.len() - 1], 10),
+        Some(b'M' | b'm') => (&text[..text.len() - 1], 20),
+        Some(b'G' | b'g') => (&text[..text.len() - 1], 30),
+        _ => (text, 0),
+    };
+    let number = digits.parse::<u64>().ok().and_then(|n| n.checked_mul(1 << shift));
+    number.ok_or_else(|| "expected a number of bytes such as 4096, 128K, 64M or 1G".to_owned())
+}
+
 fn parse_file_handles(mode: &str) -> Result<FileHandles, String> {
     // virtiofsd's older name.
     let mode = if mode == "fallback" { "prefer" } else { mode };
@@ -311,6 +373,16 @@ impl Options {
         }
         if self.socket().is_none() && self.fd.is_none() {
             return Err("there is no socket to listen on: give --socket-path PATH or --fd N".into());
+        }
+        let most = u64::from(self.max_mappings) * window::RANGE;
+        if self.dax_window.size > most {
+            return Err(format!(
+                "--dax-window is too big for --max-mappings={}: a guest may map each 2 MiB of it, so give at most {}M, \
+                 or up to --max-mappings={}",
+                self.max_mappings,
+                (most >> 20).checked_ilog2().map_or(0, |log| 1 << log),
+                window::MAX_MAPPINGS
+            ));
         }
         let finer = self.migration_verify_handles || self.migration_confirm_paths;
         if self.migration_mode == MigrationMode::FileHandles && finer {
@@ -393,6 +465,7 @@ impl Options {
             gid_map: ids("gid", &self.translate_gid)?,
             xattrmap: self.xattrmap.clone(),
             migration: self.migration(),
+            dax_min_size: self.dax_min_size,
         })
     }
 
@@ -494,6 +567,11 @@ mod tests {
             "--shared-dir /s --fd 3 --num-request-queues 0",
             "--shared-dir /s --fd 3 --inode-file-handles never",
             "--shared-dir /s --fd 3 --xatr",
+            "--shared-dir /s --fd 3 --dax-window 3M",
+            "--shared-dir /s --fd 3 --dax-window 1M",
+            "--shared-dir /s --fd 3 --dax-window 128M,please",
+            "--shared-dir /s --fd 3 --dax-window 256M --max-mappings 64",
+            "--shared-dir /s --fd 3 --max-mappings 449",
         ] {
             let text = args(line).unwrap_err().to_string();
             assert!(!text.contains('\n') && text.ends_with("options)"), "{line}: {text}");

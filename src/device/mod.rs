@@ -8,6 +8,7 @@ mod config;
 mod dirty;
 mod queue;
 mod ring;
+mod shmem;
 mod state;
 
 use std::fs::File;
@@ -19,7 +20,7 @@ use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 use vhost::vhost_user::message::{
-    VhostTransferStateDirection, VhostTransferStatePhase, VhostUserProtocolFeatures as Protocol,
+    VhostTransferStateDirection, VhostTransferStatePhase, VhostUserProtocolFeatures as Protocol, VhostUserShMemConfig,
     VhostUserVirtioFeatures,
 };
 use vhost::vhost_user::{Backend, Error as VhostError, Listener};
@@ -32,10 +33,12 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::fuse::ops::FileSystem;
 use crate::fuse::{Outcome, Server, Work};
+use crate::window::Window;
 use config::ConfigSpace;
 use dirty::DirtyLog;
 use queue::Workers;
 use ring::Vring;
+use shmem::Channel;
 use state::Transfer;
 
 pub use config::TAG_LEN;
@@ -92,7 +95,7 @@ impl<F: FileSystem + Send + Sync + 'static> Handler for Server<F> {
 }
 
 /// What a user can choose about the device.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Options {
     /// The name by which the guest mounts the share, 1 to [`TAG_LEN`] bytes; `None` if the frontend has it.
     pub tag: Option<String>,
@@ -100,6 +103,8 @@ pub struct Options {
     pub request_queues: u16,
     /// Accept another frontend when one is gone.
     pub keep_alive: bool,
+    /// The DAX window, which the handler's file system uses too.
+    pub window: Option<Arc<Window>>,
 }
 
 /// Why the device stopped.
@@ -157,6 +162,7 @@ struct Device<H> {
     /// The channel for requests to the frontend. The frontend takes its closing for a failure.
     channel: Mutex<Option<Backend>>,
     transfer: Transfer,
+    window: Option<Arc<Window>>,
 }
 
 impl<H: Handler> Device<H> {
@@ -176,6 +182,7 @@ impl<H: Handler> Device<H> {
             exit: EventFd::new(EFD_NONBLOCK).map_err(|e| Error::Setup(e.to_string()))?,
             channel: Mutex::new(None),
             transfer: Transfer::default(),
+            window: options.window.clone(),
         }))
     }
 
@@ -204,6 +211,9 @@ impl<H: Handler> Device<H> {
         self.transfer.cancel();
         self.reset_rings();
         *self.channel.lock() = None;
+        if let Some(window) = &self.window {
+            window.disconnect();
+        }
     }
 
     fn reset_rings(&self) {
@@ -259,6 +269,7 @@ impl<H: Handler> VhostUserBackend for Device<H> {
             | Protocol::DEVICE_STATE;
         // QEMU's vhost-user-fs-pci has the tag itself and warns of a backend that offers one.
         features.set(Protocol::CONFIG, self.has_tag);
+        features.set(Protocol::SHMEM, self.window.is_some());
         features
     }
 
@@ -274,10 +285,21 @@ impl<H: Handler> VhostUserBackend for Device<H> {
     }
 
     fn update_memory(&self, _mem: GuestMemory) -> io::Result<()> {
+        if let Some(window) = &self.window {
+            window.committed();
+        }
         Ok(())
     }
 
+    fn get_shmem_config(&self) -> io::Result<VhostUserShMemConfig> {
+        let sizes: Vec<u64> = self.window.iter().map(|window| window.announce()).collect();
+        Ok(VhostUserShMemConfig::new(sizes.len() as u32, &sizes))
+    }
+
     fn set_backend_req_fd(&self, backend: Backend) {
+        if let Some(window) = &self.window {
+            window.connect(Arc::new(Channel(backend.clone())));
+        }
         *self.channel.lock() = Some(backend);
     }
 

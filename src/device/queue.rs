@@ -111,6 +111,16 @@ impl<H: Handler> Workers<H> {
                 Some(()) => None,
                 None => Some(loaded.refuse(libc::EAGAIN)),
             },
+            Outcome::Handed(hand) => {
+                let (mut completion, ring) = (ring.promise(head, segments), Arc::downgrade(ring));
+                hand(Box::new(move |reply| {
+                    completion.reply = reply;
+                    if let Some(ring) = ring.upgrade() {
+                        ring.complete(completion);
+                    }
+                }));
+                None
+            }
         }
     }
 

@@ -9,7 +9,7 @@ use rustix::fs::{
 use rustix::io::Errno;
 
 use super::PassthroughFs;
-use super::inode::{FdPath, stat};
+use super::inode::{FdPath, Inode, stat};
 use super::{cred, sys};
 use crate::fuse::abi::*;
 use crate::fuse::ops::{Attrs, Result};
@@ -33,11 +33,12 @@ impl PassthroughFs {
             gid: self.config.gid_map.to_guest(st.stx_gid),
             rdev: encode_rdev(st.stx_rdev_major, st.stx_rdev_minor),
             blksize: st.stx_blksize,
-            flags: 0,
+            flags: self.dax_flag(st),
         }
     }
 
-    fn attr_out(&self, st: &Statx) -> AttrOut {
+    fn attr_out(&self, node: &Inode, st: &Statx) -> AttrOut {
+        node.tell_size(st.stx_size);
         AttrOut {
             attr_valid: self.timeout.as_secs(),
             attr_valid_nsec: self.timeout.subsec_nanos(),
@@ -47,10 +48,10 @@ impl PassthroughFs {
     }
 
     /// Runs `f` with the handle's descriptor, or else an O_PATH one of the inode.
-    fn with_either<R>(&self, node: u64, fh: Option<u64>, f: impl FnOnce(BorrowedFd) -> Result<R>) -> Result<R> {
+    fn with_either<R>(&self, inode: &Inode, fh: Option<u64>, f: impl FnOnce(BorrowedFd) -> Result<R>) -> Result<R> {
         match fh {
-            Some(fh) => f(self.handles.get(node, fh)?.fd()),
-            None => self.inodes.get(node)?.with_fd(&self.places, f),
+            Some(fh) => f(self.handles.get(inode.id, fh)?.fd()),
+            None => inode.with_fd(&self.places, f),
         }
     }
 
@@ -94,15 +95,17 @@ impl PassthroughFs {
 
 impl Attrs for PassthroughFs {
     fn getattr(&self, node: u64, fh: Option<u64>) -> Result<AttrOut> {
-        self.with_either(node, fh, |fd| Ok(self.attr_out(&stat(fd, c"")?)))
+        let inode = self.inodes.get(node)?;
+        self.with_either(&inode, fh, |fd| Ok(self.attr_out(&inode, &stat(fd, c"")?)))
     }
 
     fn setattr(&self, node: u64, attr: &SetattrIn) -> Result<AttrOut> {
         self.writable()?;
         let valid = SetattrValid::from_bits_truncate(attr.valid);
-        self.inodes.get(node)?.with_fd(&self.places, |fd| {
+        let inode = self.inodes.get(node)?;
+        inode.with_fd(&self.places, |fd| {
             self.change(fd, attr, valid, node)?;
-            Ok(self.attr_out(&stat(fd, c"")?))
+            Ok(self.attr_out(&inode, &stat(fd, c"")?))
         })
     }
 
@@ -110,7 +113,9 @@ impl Attrs for PassthroughFs {
         let sync = AtFlags::STATX_FORCE_SYNC | AtFlags::STATX_DONT_SYNC;
         let flags = AtFlags::from_bits_truncate(flags) & sync | AtFlags::EMPTY_PATH;
         let mask = StatxFlags::from_bits_truncate(mask) & (StatxFlags::BASIC_STATS | StatxFlags::BTIME);
-        let st = self.with_either(node, fh, |fd| statx(fd, c"", flags, mask | StatxFlags::BASIC_STATS))?;
+        let inode = self.inodes.get(node)?;
+        let st = self.with_either(&inode, fh, |fd| statx(fd, c"", flags, mask | StatxFlags::BASIC_STATS))?;
+        inode.tell_size(st.stx_size);
         Ok(StatxOut {
             attr_valid: self.timeout.as_secs(),
             attr_valid_nsec: self.timeout.subsec_nanos(),

@@ -81,6 +81,7 @@ impl PassthroughFs {
         cred::keep_setid(open.open_flags & OPEN_KILL_SUIDGID == 0);
         let file = self.try_open(open.flags, |flags| inode.open(&self.places, flags))?;
         if open.flags & libc::O_TRUNC as u32 != 0 {
+            inode.tell_size(0);
             self.drop_capability(file.as_fd());
         }
         self.opened(node, file)
@@ -194,6 +195,7 @@ impl Files for PassthroughFs {
     }
 
     fn fsync(&self, node: u64, fh: u64, datasync: bool) -> Result<()> {
+        self.sync_mappings(node)?;
         let handle = self.handles.get(node, fh)?;
         if datasync { fdatasync(handle.fd()) } else { fsync(handle.fd()) }
     }

@@ -111,12 +111,24 @@ pub struct Inode {
     /// References that the guest holds. Becomes 0, and is raised from there, only under the key's shard lock in
     /// [`Inodes::by_key`].
     nlookup: AtomicU64,
+    /// The size that the guest was told last, in bytes.
+    told_size: AtomicU64,
     /// Locked for reading while the file is in use, and that recursively (a rename within one directory uses it twice);
     /// for writing when it changes, with no other lock held.
     place: RwLock<Place>,
 }
 
 impl Inode {
+    /// The size that the guest was told last, in bytes.
+    pub fn told_size(&self) -> u64 {
+        self.told_size.load(Ordering::Relaxed)
+    }
+
+    /// Notes that the guest is told this size.
+    pub fn tell_size(&self, size: u64) {
+        self.told_size.store(size, Ordering::Relaxed);
+    }
+
     /// The file's type, S_IFMT bits.
     pub fn format(&self) -> u32 {
         self.birth.format
@@ -251,7 +263,14 @@ impl Inodes {
     pub fn new(root: OwnedFd) -> Result<Self> {
         let (key, birth) = identity(&stat(root.as_fd(), c"")?);
         let place = RwLock::new(Place::Fd(root));
-        let root = Arc::new(Inode { id: ROOT_ID, key, birth, nlookup: AtomicU64::new(1), place });
+        let root = Arc::new(Inode {
+            id: ROOT_ID,
+            key,
+            birth,
+            nlookup: AtomicU64::new(1),
+            told_size: AtomicU64::new(0),
+            place,
+        });
         let inodes = Self {
             by_id: DashMap::new(),
             by_key: DashMap::new(),
@@ -305,7 +324,14 @@ impl Inodes {
         let lazy = matches!(place, Place::Name(..));
         let create = || {
             let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-            let inode = Arc::new(Inode { id, key, birth, nlookup: AtomicU64::new(1), place: RwLock::new(place) });
+            let inode = Arc::new(Inode {
+                id,
+                key,
+                birth,
+                nlookup: AtomicU64::new(1),
+                told_size: AtomicU64::new(0),
+                place: RwLock::new(place),
+            });
             self.by_id.insert(id, inode.clone());
             if lazy {
                 self.any_lazy.store(true, Ordering::Relaxed);
@@ -350,7 +376,14 @@ impl Inodes {
     pub fn restore(&self, id: u64, nlookup: u64, st: &Statx, place: Place) -> Result<()> {
         let (key, birth) = identity(st);
         let lazy = matches!(place, Place::Name(..));
-        let inode = Inode { id, key, birth, nlookup: AtomicU64::new(nlookup), place: RwLock::new(place) };
+        let inode = Inode {
+            id,
+            key,
+            birth,
+            nlookup: AtomicU64::new(nlookup),
+            told_size: AtomicU64::new(0),
+            place: RwLock::new(place),
+        };
         let inode = self.insert(inode)?;
         if lazy {
             self.any_lazy.store(true, Ordering::Relaxed);
@@ -368,7 +401,8 @@ impl Inodes {
         let key = Key { dev: u64::MAX, ino: id, mount: u64::MAX };
         let birth = Birth { sec: 0, nsec: 0, format };
         let place = RwLock::new(Place::Lost);
-        self.insert(Inode { id, key, birth, nlookup: AtomicU64::new(nlookup), place }).map(drop)
+        self.insert(Inode { id, key, birth, nlookup: AtomicU64::new(nlookup), told_size: AtomicU64::new(0), place })
+            .map(drop)
     }
 
     fn insert(&self, inode: Inode) -> Result<Arc<Inode>> {

@@ -9,6 +9,7 @@ mod handle;
 pub mod idmap;
 mod inode;
 mod lock;
+mod mapping;
 mod name;
 mod path;
 mod state;
@@ -22,6 +23,7 @@ pub mod xattrmap;
 use std::ffi::CString;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -31,6 +33,7 @@ use rustix::io::Errno;
 
 use crate::fuse::abi::InitFlags;
 use crate::fuse::ops::{Control, Result, Session};
+use crate::window::{self, Window};
 use handle::Handles;
 use idmap::IdMap;
 use inode::Inodes;
@@ -114,6 +117,8 @@ pub struct Config {
     pub gid_map: IdMap,
     pub xattrmap: Option<XattrMap>,
     pub migration: Migration,
+    /// Smallest file that the guest is told to map (`--dax-min-size`), in bytes.
+    pub dax_min_size: u64,
 }
 
 impl Default for Config {
@@ -145,6 +150,7 @@ impl Default for Config {
                 confirm_paths: false,
                 trust_handles: false,
             },
+            dax_min_size: 0,
         }
     }
 }
@@ -153,11 +159,11 @@ impl Default for Config {
 pub struct PassthroughFs {
     config: Config,
     /// The workers' working directory: an O_PATH descriptor has a path there.
-    proc_self_fd: OwnedFd,
+    proc_self_fd: Arc<OwnedFd>,
     timeout: Duration,
     inodes: Inodes,
     handles: Handles,
-    places: file_handle::Handles,
+    places: Arc<file_handle::Handles>,
     locks: Locks,
     /// Whether a device's file system does something at close(2), by device number.
     flushes: DashMap<u64, bool>,
@@ -165,6 +171,7 @@ pub struct PassthroughFs {
     capability: Option<CString>,
     /// What INIT settled ([`InitFlags`]).
     session: AtomicU64,
+    window: Option<Arc<Window>>,
 }
 
 impl PassthroughFs {
@@ -201,14 +208,20 @@ impl PassthroughFs {
             timeout: config.timeout.unwrap_or(implied),
             inodes: Inodes::new(root)?,
             handles: Handles::new(),
-            places: file_handle::Handles::new(config.inode_file_handles),
+            places: Arc::new(file_handle::Handles::new(config.inode_file_handles)),
             locks: Locks::default(),
             flushes: DashMap::new(),
             capability,
             session: AtomicU64::new(0),
-            proc_self_fd,
+            proc_self_fd: Arc::new(proc_self_fd),
+            window: None,
             config,
         })
+    }
+
+    /// Lets the guest map files.
+    pub fn with_window(self, window: Option<Arc<Window>>) -> Self {
+        Self { window, ..self }
     }
 
     /// Inodes that the guest knows, the root included.
@@ -267,6 +280,7 @@ impl Control for PassthroughFs {
             (c.posix_lock, InitFlags::POSIX_LOCKS),
             (c.flock, InitFlags::FLOCK_LOCKS),
             (c.allow_mmap, InitFlags::DIRECT_IO_ALLOW_MMAP),
+            (self.maps(), InitFlags::MAP_ALIGNMENT | InitFlags::HAS_INODE_DAX),
         ] {
             wanted.set(flags, on);
         }
@@ -275,13 +289,16 @@ impl Control for PassthroughFs {
         wanted |= self.offer(c.security_label, "security-label", InitFlags::SECURITY_CTX, offered)?;
         let flags = wanted & offered;
         self.session.store(flags.bits(), Ordering::Relaxed);
-        Ok(Session { flags })
+        Ok(Session { flags, map_alignment: window::RANGE_SHIFT })
     }
 
     fn destroy(&self) {
         self.locks.clear();
         self.handles.clear();
         self.inodes.clear();
+        if let Some(window) = &self.window {
+            window.reset();
+        }
     }
 
     fn interrupt(&self, unique: u64) {

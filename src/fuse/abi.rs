@@ -109,11 +109,13 @@ bitflags::bitflags! {
         const POSIX_ACL = 1 << 20;
         const MAX_PAGES = 1 << 22;
         const CACHE_SYMLINKS = 1 << 23;
+        const MAP_ALIGNMENT = 1 << 26;
         const SUBMOUNTS = 1 << 27;
         const HANDLE_KILLPRIV_V2 = 1 << 28;
         const SETXATTR_EXT = 1 << 29;
         const INIT_EXT = 1 << 30;
         const SECURITY_CTX = 1 << 32;
+        const HAS_INODE_DAX = 1 << 33;
         const CREATE_SUPP_GROUP = 1 << 34;
         const DIRECT_IO_ALLOW_MMAP = 1 << 36;
         const PASSTHROUGH = 1 << 37;
@@ -168,6 +170,10 @@ pub const LK_FLOCK: u32 = 1 << 0;
 pub const NOTIFY_INVAL_INODE: i32 = 2;
 /// Attribute flag: the directory is a mount point.
 pub const ATTR_SUBMOUNT: u32 = 1 << 0;
+/// Attribute flag: the guest is to use the DAX window for the file, if it was mounted with dax=inode.
+pub const ATTR_DAX: u32 = 1 << 1;
+/// SETUPMAPPING: the guest is to write too.
+pub const SETUPMAPPING_WRITE: u64 = 1 << 0;
 /// Extension types up to this number are counts of security contexts (FUSE_MAX_NR_SECCTX).
 pub const MAX_NR_SECCTX: u32 = 31;
 /// Extension type of supplementary groups (FUSE_EXT_GROUPS).
@@ -497,6 +503,23 @@ wire! {
     }
     struct CopyFileRangeOut {
         bytes_copied: u64,
+    }
+    struct SetupmappingIn {
+        /// Linux sends -1: the nodeid tells the file.
+        fh: u64,
+        /// Bytes, in the file.
+        foffset: u64,
+        len: u64,
+        flags: u64,
+        /// Bytes, in the window.
+        moffset: u64,
+    }
+    struct RemovemappingIn {
+        count: u32,
+    }
+    struct RemovemappingOne {
+        moffset: u64,
+        len: u64,
     }
     struct Dirent {
         ino: u64,

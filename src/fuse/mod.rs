@@ -53,6 +53,9 @@ pub struct Work {
 /// A request that would wait: run it on another thread; it returns the whole reply, header included.
 pub type Deferred = Box<dyn FnOnce() -> Vec<u8> + Send>;
 
+/// A request that another thread serves: hands it over with what takes the whole reply, header included.
+pub type Handed = Box<dyn FnOnce(Box<dyn FnOnce(Vec<u8>) + Send>) + Send>;
+
 /// What became of a request.
 pub enum Outcome {
     /// A reply of so many bytes stands in the writable slices.
@@ -61,6 +64,7 @@ pub enum Outcome {
     Silent,
     /// The reply comes later.
     Deferred(Deferred),
+    Handed(Handed),
 }
 
 /// How an operation ended that did not fail.
@@ -68,6 +72,7 @@ enum Done {
     Reply,
     Silent,
     Wait(LockWait),
+    Hand(Handover),
 }
 
 impl<F: FileSystem> Server<F> {
@@ -91,6 +96,9 @@ impl<F: FileSystem> Server<F> {
             Ok(Done::Wait(wait)) => {
                 Outcome::Deferred(Box::new(move || header(unique, wait().err()).as_bytes().to_vec()))
             }
+            Ok(Done::Hand(hand)) => Outcome::Handed(Box::new(move |take| {
+                hand(Box::new(move |result| take(header(unique, result.err()).as_bytes().to_vec())))
+            })),
             Err(errno) => reply.fail(unique, errno),
         }
     }
@@ -157,6 +165,7 @@ impl<F: FileSystem> Server<F> {
             max_write: MAX_WRITE,
             time_gran: 1,
             max_pages: MAX_PAGES,
+            map_alignment: session.map_alignment,
             flags2: (flags >> 32) as u32,
             ..Default::default()
         })?;
@@ -307,15 +316,18 @@ impl<F: FileSystem> Server<F> {
                 return Ok(Done::Silent);
             }
             Opcode::Destroy => self.reset(),
+            Opcode::Setupmapping => return Ok(Done::Hand(fs.setupmapping(node, &request.take()?)?)),
+            Opcode::Removemapping => {
+                let args: RemovemappingIn = request.take()?;
+                // Each is there, or the request is too short: so the length of the request bounds the count.
+                let parts = (0..args.count).map(|_| request.take()).collect::<Result<Vec<_>>>()?;
+                return Ok(Done::Hand(fs.removemapping(&parts)?));
+            }
             // The kernel answers these by itself once it has seen ENOSYS: POLL with "always ready", BMAP with EINVAL,
-            // IOCTL with ENOTTY. The others are not for a device without a DAX window or notifications.
-            Opcode::Poll
-            | Opcode::Bmap
-            | Opcode::Ioctl
-            | Opcode::Setupmapping
-            | Opcode::Removemapping
-            | Opcode::NotifyReply
-            | Opcode::Init => return Err(Errno::NOSYS),
+            // IOCTL with ENOTTY. The device has no notifications.
+            Opcode::Poll | Opcode::Bmap | Opcode::Ioctl | Opcode::NotifyReply | Opcode::Init => {
+                return Err(Errno::NOSYS);
+            }
         }
         Ok(Done::Reply)
     }

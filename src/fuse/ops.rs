@@ -28,10 +28,18 @@ pub struct Creator<'a> {
 #[derive(Clone, Copy, Debug)]
 pub struct Session {
     pub flags: InitFlags,
+    /// log2 of what offsets in the DAX window and in mapped files are aligned to, with MAP_ALIGNMENT.
+    pub map_alignment: u16,
 }
 
 /// A lock that is not free: waits for it on the calling thread.
 pub type LockWait = Box<dyn FnOnce() -> Result<()> + Send>;
+
+/// Answers a request, from any thread.
+pub type Answer = Box<dyn FnOnce(Result<()>) + Send>;
+
+/// A request that another thread serves: hands it over with the way to answer it.
+pub type Handover = Box<dyn FnOnce(Answer) + Send>;
 
 /// Takes directory entries until the reply is full.
 pub trait DirSink {
@@ -128,6 +136,17 @@ pub trait Locks {
     fn setlk(&self, node: u64, unique: u64, lk: &LkIn, wait: bool) -> Result<ControlFlow<LockWait>>;
 }
 
-pub trait FileSystem: Control + Attrs + Names + Files + Dirs + Xattrs + Locks {}
+/// The DAX window. Without one, nothing is mapped.
+pub trait Mappings {
+    fn setupmapping(&self, _node: u64, _args: &SetupmappingIn) -> Result<Handover> {
+        Err(Errno::NOSYS)
+    }
+    /// `parts`: what to unmap, all of the session's files.
+    fn removemapping(&self, _parts: &[RemovemappingOne]) -> Result<Handover> {
+        Err(Errno::NOSYS)
+    }
+}
 
-impl<T: Control + Attrs + Names + Files + Dirs + Xattrs + Locks> FileSystem for T {}
+pub trait FileSystem: Control + Attrs + Names + Files + Dirs + Xattrs + Locks + Mappings {}
+
+impl<T: Control + Attrs + Names + Files + Dirs + Xattrs + Locks + Mappings> FileSystem for T {}

@@ -1,4 +1,234 @@
-//! Shared memory regions: what of the host's files a guest has in its address space.
+//! Shared memory regions: what of a file the guest reads and writes in place.
+//!
+//! Region 0 is the DAX window (VIRTIO 1.3, section 5.11.6.4). The guest chooses where in it a part of a file is to be; a
+//! mapper thread (`mapper`) has the frontend put it there. What is mapped is never the file itself but its stand-in on a
+//! private mount ([`proxy`]).
 
+mod mapper;
 pub mod proxy;
 mod sys;
+#[cfg(test)]
+mod tests;
+
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::{Sender, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dashmap::DashMap;
+use parking_lot::{Condvar, Mutex};
+use rustix::io::Errno;
+
+use crate::fuse::ops::{Handover, Result};
+use mapper::{Job, Mapper};
+use proxy::{Kind, Opened, Proxy};
+
+/// log2 of [`RANGE`], as FUSE_INIT's map_alignment has it.
+pub const RANGE_SHIFT: u16 = 21;
+
+/// Bytes that are mapped at a time: what a Linux guest asks for, always (FUSE_DAX_SZ of fs/fuse/dax.c). It is also the
+/// alignment that is asked of others, so that as many mappings as the window has ranges are the most there can be.
+pub const RANGE: u64 = 1 << RANGE_SHIFT;
+
+/// The most live mappings. QEMU ends the whole VM at 512 memory regions (assertion in vhost_user_add_remove_regions); 64
+/// are left for its RAM, its ROMs and its other devices.
+pub const MAX_MAPPINGS: usize = 448;
+
+/// How long a mapping may take to be in the guest's memory once the frontend has acknowledged it. QEMU's commit takes
+/// 2.5 ms with 512 regions; it never comes while the guest's driver has switched the device's memory off.
+const COMMIT: Duration = Duration::from_millis(250);
+
+/// The frontend, which has the guest's memory. `at` and `len`: bytes in the region.
+pub trait Frontend: Send + Sync {
+    fn map(&self, at: u64, len: u64, file: BorrowedFd, from: u64, writable: bool) -> io::Result<()>;
+    fn unmap(&self, at: u64, len: u64) -> io::Result<()>;
+}
+
+/// A host file that is to be mapped.
+pub trait Source: Send + Sync {
+    fn open(&self, writable: bool) -> Result<OwnedFd>;
+    /// What decides how it can be mapped, as of now.
+    fn facts(&self) -> Result<Facts>;
+}
+
+/// See [`Source::facts`].
+#[derive(Clone, Copy, Debug)]
+pub struct Facts {
+    /// The guest may take the file to be longer than it is, and so touch what a mapping of it has no pages for.
+    pub shrunk: bool,
+    /// It has an execute bit.
+    pub executable: bool,
+}
+
+/// Makes the files that the frontend can map; see [`Proxy`].
+pub trait StandIns: Send + Sync {
+    fn open(&self, id: u64, kind: Kind, real: BorrowedFd) -> io::Result<Opened>;
+    fn next_revocation(&self) -> Option<u64>;
+}
+
+impl StandIns for Proxy {
+    fn open(&self, id: u64, kind: Kind, real: BorrowedFd) -> io::Result<Opened> {
+        Proxy::open(self, id, kind, real)
+    }
+
+    fn next_revocation(&self) -> Option<u64> {
+        Proxy::next_revocation(self)
+    }
+}
+
+/// The DAX window of one device.
+pub struct Window {
+    size: u64,
+    jobs: Sender<Job>,
+    shared: Arc<Shared>,
+}
+
+/// What the mapper shares with the other threads. No lock here is held during a call to the frontend.
+#[derive(Default)]
+struct Shared {
+    frontend: Mutex<Option<Arc<dyn Frontend>>>,
+    /// The frontend asked for the regions.
+    announced: AtomicBool,
+    commits: Commits,
+    live: AtomicUsize,
+    /// Of files whose mappings are not the file's own pages: what writes the guest's changes back, by nodeid.
+    cached: DashMap<u64, Arc<OwnedFd>>,
+}
+
+impl Window {
+    /// A window of `size` bytes and its threads.
+    pub fn new(size: u64, files: Arc<dyn StandIns>) -> io::Result<Arc<Self>> {
+        let (jobs, queue) = channel();
+        let shared = Arc::new(Shared::default());
+        let mapper = Mapper::new((size / RANGE) as usize, shared.clone(), files.clone());
+        thread::Builder::new().name("thruway-mapper".into()).spawn(move || mapper.run(queue))?;
+        let revoke = jobs.clone();
+        thread::Builder::new().name("thruway-revoke".into()).spawn(move || {
+            while let Some(id) = files.next_revocation() {
+                let _ = revoke.send(Job::Revoke { id });
+            }
+            tracing::error!("the window process ended: no file is mapped any more, restart the daemon");
+        })?;
+        Ok(Arc::new(Self { size, jobs, shared }))
+    }
+
+    /// In bytes. The frontend that asks will map.
+    pub fn announce(&self) -> u64 {
+        self.shared.announced.store(true, Ordering::Release);
+        self.size
+    }
+
+    /// Whether there is a frontend that maps.
+    pub fn is_open(&self) -> bool {
+        self.shared.announced.load(Ordering::Acquire) && self.shared.frontend.lock().is_some()
+    }
+
+    pub fn connect(&self, frontend: Arc<dyn Frontend>) {
+        *self.shared.frontend.lock() = Some(frontend);
+    }
+
+    /// The frontend is gone, and with it all mappings.
+    pub fn disconnect(&self) {
+        *self.shared.frontend.lock() = None;
+        self.shared.announced.store(false, Ordering::Release);
+        self.reset();
+    }
+
+    /// The frontend has changed the guest's memory.
+    pub fn committed(&self) {
+        self.shared.commits.add();
+    }
+
+    /// Drops all mappings, some time soon.
+    pub fn reset(&self) {
+        let _ = self.jobs.send(Job::Reset);
+    }
+
+    /// Live mappings.
+    pub fn live(&self) -> usize {
+        self.shared.live.load(Ordering::Relaxed)
+    }
+
+    /// Maps `len` bytes of a file from `from` on at `at`, in place of what is there, and answers from another thread.
+    ///
+    /// # Errors
+    /// EINVAL for what is not aligned to [`RANGE`] or not in the window, ENODEV without a frontend that maps.
+    pub fn map(
+        &self,
+        at: u64,
+        len: u64,
+        from: u64,
+        writable: bool,
+        node: u64,
+        source: Arc<dyn Source>,
+    ) -> Result<Handover> {
+        let ranges = self.ranges(at, len)?;
+        if from % RANGE != 0 || from.checked_add(len).is_none_or(|end| end > i64::MAX as u64) {
+            return Err(Errno::INVAL);
+        }
+        let jobs = self.jobs.clone();
+        Ok(Box::new(move |answer| {
+            let _ = jobs.send(Job::Map { ranges, from, writable, node, source, answer });
+        }))
+    }
+
+    /// Takes what is mapped in `parts` (offset and length) out of the window, and answers from another thread.
+    ///
+    /// # Errors
+    /// As [`map`](Self::map); nothing is unmapped then.
+    pub fn unmap(&self, parts: &[(u64, u64)]) -> Result<Handover> {
+        let ranges = parts.iter().map(|&(at, len)| self.ranges(at, len)).collect::<Result<Vec<_>>>()?;
+        let jobs = self.jobs.clone();
+        Ok(Box::new(move |answer| {
+            let _ = jobs.send(Job::Unmap { ranges, answer });
+        }))
+    }
+
+    /// Brings what the guest wrote in place to the file where its mappings are not the file's own pages.
+    pub fn sync(&self, node: u64) -> Result<()> {
+        let Some(file) = self.shared.cached.get(&node).map(|file| file.clone()) else { return Ok(()) };
+        rustix::fs::fdatasync(file)
+    }
+
+    fn ranges(&self, at: u64, len: u64) -> Result<std::ops::Range<usize>> {
+        let end = at.checked_add(len).filter(|&end| end <= self.size && len > 0).ok_or(Errno::INVAL)?;
+        match at % RANGE == 0 && len % RANGE == 0 {
+            true if self.is_open() => Ok((at / RANGE) as usize..(end / RANGE) as usize),
+            true => Err(Errno::NODEV),
+            false => Err(Errno::INVAL),
+        }
+    }
+}
+
+/// Counts the changes of the guest's memory.
+#[derive(Default)]
+struct Commits {
+    count: Mutex<u64>,
+    changed: Condvar,
+}
+
+impl Commits {
+    fn add(&self) {
+        *self.count.lock() += 1;
+        self.changed.notify_all();
+    }
+
+    fn count(&self) -> u64 {
+        *self.count.lock()
+    }
+
+    /// Waits until there were more than `before`.
+    fn wait(&self, before: u64) {
+        let until = Instant::now() + COMMIT;
+        let mut count = self.count.lock();
+        while *count <= before {
+            if self.changed.wait_until(&mut count, until).timed_out() {
+                tracing::debug!("a mapping is not in the guest's memory: is the device's memory off?");
+                return;
+            }
+        }
+    }
+}

@@ -1,0 +1,303 @@
+//! The thread that maps. It alone talks to the frontend, and all state is its own: it holds no lock while it waits, since
+//! the frontend changes the guest's memory meanwhile and waits for the thread that takes note of it.
+
+use std::collections::HashMap;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::Receiver;
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+
+use super::proxy::Kind;
+use super::{Frontend, RANGE, Shared, Source, StandIns};
+use crate::fuse::ops::{Answer, Result};
+
+/// For so long after a revocation a file's own pages are not mapped again: the truncation that it made room for goes on
+/// within the guard's deadline of 2 s.
+const QUARANTINE: Duration = Duration::from_secs(3);
+
+pub enum Job {
+    Map {
+        ranges: Range<usize>,
+        from: u64,
+        writable: bool,
+        node: u64,
+        source: Arc<dyn Source>,
+        answer: Answer,
+    },
+    Unmap {
+        ranges: Vec<Range<usize>>,
+        answer: Answer,
+    },
+    /// The session is over.
+    Reset,
+    /// A host process is about to truncate this file.
+    Revoke {
+        id: u64,
+    },
+}
+
+/// A live mapping, of one [`RANGE`].
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Mapping {
+    node: u64,
+    from: u64,
+    kind: Kind,
+    writable: bool,
+}
+
+/// A stand-in that is open.
+#[derive(Clone)]
+struct StandIn {
+    id: u64,
+    kind: Kind,
+    fd: Arc<OwnedFd>,
+    writable: bool,
+    /// The host's truncations are waited for.
+    guarded: bool,
+}
+
+/// A file that has mappings.
+struct File {
+    source: Arc<dyn Source>,
+    through: Option<StandIn>,
+    cached: Option<StandIn>,
+    live: usize,
+}
+
+impl File {
+    fn new(source: Arc<dyn Source>) -> Self {
+        Self { source, through: None, cached: None, live: 0 }
+    }
+}
+
+pub struct Mapper {
+    shared: Arc<Shared>,
+    files: Arc<dyn StandIns>,
+    mappings: Box<[Option<Mapping>]>,
+    /// By nodeid.
+    known: HashMap<u64, File>,
+    /// When nodes were revoked, if that was a moment ago.
+    revoked: HashMap<u64, Instant>,
+    next_id: u64,
+}
+
+impl Mapper {
+    pub fn new(ranges: usize, shared: Arc<Shared>, files: Arc<dyn StandIns>) -> Self {
+        let mappings = (0..ranges).map(|_| None).collect();
+        Self { shared, files, mappings, known: HashMap::new(), revoked: HashMap::new(), next_id: 1 }
+    }
+
+    pub fn run(mut self, jobs: Receiver<Job>) {
+        for job in jobs {
+            match job {
+                Job::Map { ranges, from, writable, node, source, answer } => {
+                    let done = self.map(ranges, from, writable, node, source);
+                    answer(done.inspect_err(|errno| tracing::debug!(node, from, "not mapped: {errno}")));
+                }
+                Job::Unmap { ranges, answer } => {
+                    ranges.into_iter().flatten().for_each(|range| self.unmap(range));
+                    answer(Ok(()));
+                }
+                Job::Reset => self.reset(),
+                Job::Revoke { id } => self.revoke(id),
+            }
+        }
+    }
+
+    fn map(
+        &mut self,
+        ranges: Range<usize>,
+        from: u64,
+        writable: bool,
+        node: u64,
+        source: Arc<dyn Source>,
+    ) -> Result<()> {
+        self.known.entry(node).or_insert_with(|| File::new(source));
+        let done = ranges
+            .clone()
+            .zip((from..).step_by(RANGE as usize))
+            .try_for_each(|(range, from)| self.map_range(range, Mapping { node, from, kind: Kind::Through, writable }));
+        if done.is_err() {
+            ranges.for_each(|range| self.unmap(range));
+        }
+        self.forget_unused(node);
+        done
+    }
+
+    fn map_range(&mut self, range: usize, want: Mapping) -> Result<()> {
+        if self.mappings.get(range) == Some(&Some(Mapping { writable: true, ..want })) {
+            return Ok(());
+        }
+        let stand_in = self.stand_in(want)?;
+        self.unmap(range);
+        self.put(range, want, &stand_in)
+    }
+
+    /// What to map for `want`: the file's own pages where that is safe.
+    fn stand_in(&mut self, want: Mapping) -> Result<StandIn> {
+        self.revoked.retain(|_, at| at.elapsed() < QUARANTINE);
+        if !self.revoked.contains_key(&want.node)
+            && let Some(through) = self.through(want)?
+            // Asked when the guard is there already, so that the answer holds.
+            && !self.file(want.node)?.source.facts()?.shrunk
+        {
+            return Ok(through);
+        }
+        self.cached(want)
+    }
+
+    fn through(&mut self, want: Mapping) -> Result<Option<StandIn>> {
+        let file = self.file(want.node)?;
+        let source = file.source.clone();
+        let stand_in = match file.through.clone() {
+            Some(open) => open,
+            None => match source.open(true) {
+                Ok(real) => match self.open(want.node, Kind::Through, real, true) {
+                    // A truncation is under way.
+                    Err(Errno::BUSY) => return Ok(None),
+                    opened => opened?,
+                },
+                Err(Errno::ROFS | Errno::TXTBSY | Errno::ACCESS | Errno::PERM) if !want.writable => return Ok(None),
+                Err(errno) => return Err(errno),
+            },
+        };
+        // Where the guard is not, the host could not execute a file that is mapped like this.
+        if !stand_in.guarded && !want.writable && source.facts()?.executable {
+            if self.file(want.node)?.live == 0 {
+                self.file(want.node)?.through = None;
+            }
+            return Ok(None);
+        }
+        Ok(Some(stand_in))
+    }
+
+    fn cached(&mut self, want: Mapping) -> Result<StandIn> {
+        let file = self.file(want.node)?;
+        if let Some(open) = file.cached.as_ref().filter(|open| open.writable || !want.writable) {
+            return Ok(open.clone());
+        }
+        let source = file.source.clone();
+        let writable = want.writable || !source.facts()?.executable;
+        match source.open(writable) {
+            Err(Errno::ROFS | Errno::TXTBSY | Errno::ACCESS | Errno::PERM) if !want.writable => {
+                self.open(want.node, Kind::Cached, source.open(false)?, false)
+            }
+            real => self.open(want.node, Kind::Cached, real?, writable),
+        }
+    }
+
+    fn open(&mut self, node: u64, kind: Kind, real: OwnedFd, writable: bool) -> Result<StandIn> {
+        let id = self.next_id;
+        self.next_id += 1;
+        let opened = self.files.open(id, kind, real.as_fd()).map_err(|e| errno(&e))?;
+        let stand_in = StandIn { id, kind, fd: Arc::new(opened.fd), writable, guarded: opened.guarded };
+        let file = self.known.get_mut(&node).ok_or(Errno::STALE)?;
+        match kind {
+            Kind::Through => file.through = Some(stand_in.clone()),
+            Kind::Cached => {
+                file.cached = Some(stand_in.clone());
+                self.shared.cached.insert(node, stand_in.fd.clone());
+            }
+        }
+        Ok(stand_in)
+    }
+
+    /// Maps a range that is free. A file's own pages are writable from the start, so that no later request for that need
+    /// take the mapping away for a moment.
+    fn put(&mut self, range: usize, want: Mapping, stand_in: &StandIn) -> Result<()> {
+        let mapping = Mapping { kind: stand_in.kind, writable: stand_in.writable, ..want };
+        let frontend = self.frontend()?;
+        let at = range as u64 * RANGE;
+        let before = self.shared.commits.count();
+        let map = || frontend.map(at, RANGE, stand_in.fd.as_fd(), mapping.from, mapping.writable);
+        map()
+            .or_else(|e| {
+                // The frontend may have a mapping that is forgotten here.
+                frontend.unmap(at, RANGE).map_err(|_| e).and_then(|()| map())
+            })
+            .map_err(|e| errno(&e))?;
+        self.shared.commits.wait(before);
+        if let Some(slot) = self.mappings.get_mut(range) {
+            *slot = Some(mapping);
+        }
+        self.file(mapping.node)?.live += 1;
+        self.shared.live.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn unmap(&mut self, range: usize) {
+        let Some(mapping) = self.mappings.get_mut(range).and_then(Option::take) else { return };
+        if let Ok(frontend) = self.frontend() {
+            let before = self.shared.commits.count();
+            match frontend.unmap(range as u64 * RANGE, RANGE) {
+                Ok(()) => self.shared.commits.wait(before),
+                Err(e) => tracing::debug!("the frontend had no mapping {range} any more: {e}"),
+            }
+        }
+        self.shared.live.fetch_sub(1, Ordering::Relaxed);
+        if let Ok(file) = self.file(mapping.node) {
+            file.live -= 1;
+        }
+        self.forget_unused(mapping.node);
+    }
+
+    fn file(&mut self, node: u64) -> Result<&mut File> {
+        self.known.get_mut(&node).ok_or(Errno::STALE)
+    }
+
+    fn forget_unused(&mut self, node: u64) {
+        if self.known.get(&node).is_none_or(|file| file.live > 0) {
+            return;
+        }
+        self.shared.cached.remove(&node);
+        self.known.remove(&node);
+    }
+
+    fn reset(&mut self) {
+        let live = self.shared.live.load(Ordering::Relaxed);
+        if live > 0 {
+            tracing::debug!("{live} mappings are dropped");
+        }
+        (0..self.mappings.len()).for_each(|range| self.unmap(range));
+        self.revoked.clear();
+    }
+
+    /// Puts the proxy's own pages in place of the file's. Where that fails, the guest finds nothing there.
+    fn revoke(&mut self, id: u64) {
+        let of = |file: &File| file.through.as_ref().is_some_and(|stand_in| stand_in.id == id);
+        let Some((&node, _)) = self.known.iter().find(|(_, file)| of(file)) else { return };
+        self.revoked.insert(node, Instant::now());
+        let own = |mapping: &Option<Mapping>| mapping.filter(|m| m.node == node && m.kind == Kind::Through);
+        let mapped: Vec<_> =
+            self.mappings.iter().enumerate().filter_map(|(range, mapping)| Some((range, own(mapping)?))).collect();
+        tracing::debug!(node, "a truncation on the host takes {} mappings away", mapped.len());
+        // Kept until the last mapping is there again.
+        let Ok(file) = self.file(node) else { return };
+        file.live += 1;
+        file.through = None;
+        for (range, mapping) in mapped {
+            let stand_in = self.cached(Mapping { writable: false, ..mapping });
+            self.unmap(range);
+            if let Err(errno) = stand_in.and_then(|stand_in| self.put(range, mapping, &stand_in)) {
+                tracing::warn!("a mapping that a truncation on the host took away cannot be replaced: {errno}");
+            }
+        }
+        if let Ok(file) = self.file(node) {
+            file.live -= 1;
+        }
+        self.forget_unused(node);
+    }
+
+    fn frontend(&self) -> Result<Arc<dyn Frontend>> {
+        self.shared.frontend.lock().clone().ok_or(Errno::NODEV)
+    }
+}
+
+fn errno(e: &io::Error) -> Errno {
+    Errno::from_io_error(e).unwrap_or(Errno::IO)
+}

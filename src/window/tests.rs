@@ -1,0 +1,230 @@
+//! The mapper against a frontend and stand-ins that only take note.
+
+use std::io::Read;
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
+use std::sync::mpsc;
+
+use super::*;
+
+/// Live mappings as the frontend has them, by range: the stand-in's id.
+#[derive(Default)]
+struct Taken {
+    mapped: Mutex<Vec<(u64, u64)>>,
+    calls: AtomicUsize,
+}
+
+struct FakeFrontend(Arc<Taken>, Arc<Made>);
+
+impl Frontend for FakeFrontend {
+    fn map(&self, at: u64, len: u64, file: BorrowedFd, _from: u64, _writable: bool) -> io::Result<()> {
+        assert_eq!(len, RANGE);
+        self.0.calls.fetch_add(1, Ordering::Relaxed);
+        let id = self.1.all.lock().iter().rev().find(|one| one.fd == file.as_raw_fd()).map(|one| one.id);
+        let mut mapped = self.0.mapped.lock();
+        if mapped.iter().any(|m| m.0 == at) {
+            return Err(io::Error::other("overlap"));
+        }
+        mapped.push((at, id.unwrap_or(0)));
+        Ok(())
+    }
+
+    fn unmap(&self, at: u64, _len: u64) -> io::Result<()> {
+        let mut mapped = self.0.mapped.lock();
+        let before = mapped.len();
+        mapped.retain(|m| m.0 != at);
+        if mapped.len() < before { Ok(()) } else { Err(io::Error::other("not mapped")) }
+    }
+}
+
+/// A stand-in; its other end tells whether it is open.
+struct MadeOne {
+    id: u64,
+    kind: Kind,
+    fd: i32,
+    end: UnixStream,
+}
+
+#[derive(Default)]
+struct Made {
+    all: Mutex<Vec<MadeOne>>,
+    guarded: bool,
+}
+
+impl StandIns for Made {
+    fn open(&self, id: u64, kind: Kind, _real: BorrowedFd) -> io::Result<Opened> {
+        let (fd, end) = UnixStream::pair()?;
+        end.set_nonblocking(true)?;
+        self.all.lock().push(MadeOne { id, kind, fd: fd.as_raw_fd(), end });
+        Ok(Opened { fd: fd.into(), guarded: self.guarded })
+    }
+
+    fn next_revocation(&self) -> Option<u64> {
+        loop {
+            thread::park();
+        }
+    }
+}
+
+#[derive(Default)]
+struct FakeSource {
+    readonly: bool,
+    busy: bool,
+    shrunk: bool,
+    executable: bool,
+}
+
+impl Source for FakeSource {
+    fn open(&self, writable: bool) -> Result<OwnedFd> {
+        match writable {
+            true if self.readonly => Err(Errno::ROFS),
+            true if self.busy => Err(Errno::TXTBSY),
+            _ => Ok(tempfile::tempfile().unwrap().into()),
+        }
+    }
+
+    fn facts(&self) -> Result<Facts> {
+        Ok(Facts { shrunk: self.shrunk, executable: self.executable })
+    }
+}
+
+struct Rig {
+    window: Arc<Window>,
+    taken: Arc<Taken>,
+    made: Arc<Made>,
+}
+
+fn rig(guarded: bool) -> Rig {
+    let (taken, made) = (Arc::new(Taken::default()), Arc::new(Made { guarded, ..Made::default() }));
+    let window = Window::new(16 * RANGE, made.clone()).unwrap();
+    window.connect(Arc::new(FakeFrontend(taken.clone(), made.clone())));
+    window.announce();
+    // So that no mapping waits to be seen in the guest's memory.
+    let committer = window.clone();
+    thread::spawn(move || {
+        loop {
+            committer.committed();
+            thread::sleep(Duration::from_micros(100));
+        }
+    });
+    Rig { window, taken, made }
+}
+
+fn wait(handover: Result<Handover>) -> Result<()> {
+    let (send, receive) = mpsc::channel();
+    handover?(Box::new(move |result| send.send(result).unwrap()));
+    receive.recv().unwrap()
+}
+
+impl Rig {
+    fn map(&self, range: u64, ranges: u64, from: u64, writable: bool, node: u64, source: FakeSource) -> Result<()> {
+        wait(self.window.map(range * RANGE, ranges * RANGE, from * RANGE, writable, node, Arc::new(source)))
+    }
+
+    fn unmap(&self, parts: &[(u64, u64)]) -> Result<()> {
+        let parts: Vec<_> = parts.iter().map(|(range, ranges)| (range * RANGE, ranges * RANGE)).collect();
+        wait(self.window.unmap(&parts))
+    }
+
+    fn kinds(&self) -> Vec<Kind> {
+        let mut all = self.made.all.lock();
+        all.retain_mut(|one| one.end.read(&mut [0]).is_err_and(|e| e.kind() == io::ErrorKind::WouldBlock));
+        all.iter().map(|one| one.kind).collect()
+    }
+}
+
+#[test]
+fn a_file_has_one_stand_in_as_long_as_it_is_mapped() {
+    let rig = rig(true);
+    for range in 0..3 {
+        rig.map(range, 1, range, false, 7, FakeSource::default()).unwrap();
+    }
+    rig.map(8, 4, 100, true, 8, FakeSource::default()).unwrap();
+    assert_eq!((rig.window.live(), rig.kinds()), (7, vec![Kind::Through; 2]));
+    rig.unmap(&[(0, 2), (8, 4)]).unwrap();
+    assert_eq!((rig.window.live(), rig.kinds().len()), (1, 1));
+    // What is not mapped is no error.
+    rig.unmap(&[(0, 16)]).unwrap();
+    assert_eq!((rig.window.live(), rig.kinds().len(), rig.taken.mapped.lock().len()), (0, 0, 0));
+}
+
+#[test]
+fn a_mapping_gives_way_to_a_new_one() {
+    let rig = rig(true);
+    rig.map(1, 1, 0, false, 7, FakeSource::default()).unwrap();
+    rig.map(1, 1, 0, true, 7, FakeSource::default()).unwrap();
+    // It was writable from the start.
+    assert_eq!(rig.taken.calls.load(Ordering::Relaxed), 1);
+    rig.map(0, 3, 4, true, 8, FakeSource::default()).unwrap();
+    assert_eq!((rig.window.live(), rig.kinds().len()), (3, 1));
+}
+
+#[test]
+fn what_is_outside_or_askew_is_refused() {
+    let rig = rig(true);
+    for (at, len, from) in [
+        (0, 0, 0),
+        (0, 17 * RANGE, 0),
+        (16 * RANGE, RANGE, 0),
+        (4096, RANGE, 0),
+        (0, 4096, 0),
+        (0, RANGE, 4096),
+        (u64::MAX - RANGE + 1, RANGE, 0),
+        (RANGE, u64::MAX - RANGE + 1, 0),
+        (0, RANGE, u64::MAX - RANGE + 1),
+    ] {
+        let asked = rig.window.map(at, len, from, false, 7, Arc::new(FakeSource::default()));
+        assert_eq!(asked.err(), Some(Errno::INVAL), "{at:x} {len:x} {from:x}");
+    }
+    assert_eq!(rig.window.unmap(&[(0, RANGE), (0, 17 * RANGE)]).err(), Some(Errno::INVAL));
+    rig.window.disconnect();
+    assert_eq!(rig.window.unmap(&[(0, RANGE)]).err(), Some(Errno::NODEV));
+}
+
+#[test]
+fn what_must_not_be_mapped_itself_goes_through_the_cache() {
+    for (guarded, source) in [
+        (true, FakeSource { readonly: true, ..Default::default() }),
+        (true, FakeSource { busy: true, ..Default::default() }),
+        (true, FakeSource { shrunk: true, ..Default::default() }),
+        (false, FakeSource { executable: true, ..Default::default() }),
+    ] {
+        let rig = rig(guarded);
+        rig.map(0, 1, 0, false, 7, source).unwrap();
+        assert!(rig.kinds().contains(&Kind::Cached));
+        rig.window.reset();
+        rig.unmap(&[]).unwrap();
+        assert_eq!((rig.window.live(), rig.kinds().len()), (0, 0));
+    }
+    let rig = rig(true);
+    rig.map(0, 1, 0, false, 7, FakeSource { executable: true, ..Default::default() }).unwrap();
+    assert_eq!(rig.kinds(), [Kind::Through]);
+    let refused = rig.map(1, 1, 0, true, 8, FakeSource { readonly: true, ..Default::default() });
+    assert_eq!((refused, rig.window.live(), rig.kinds().len()), (Err(Errno::ROFS), 1, 1));
+}
+
+#[test]
+fn a_revoked_file_keeps_its_mappings_but_not_its_pages() {
+    let rig = rig(true);
+    rig.map(0, 3, 0, true, 7, FakeSource::default()).unwrap();
+    rig.map(5, 1, 0, true, 8, FakeSource::default()).unwrap();
+    let id = rig.taken.mapped.lock().iter().find(|m| m.0 == 0).unwrap().1;
+    rig.window.jobs.send(Job::Revoke { id }).unwrap();
+    rig.unmap(&[]).unwrap();
+    let mapped = rig.taken.mapped.lock().clone();
+    assert_eq!((rig.window.live(), mapped.len()), (4, 4));
+    assert!(mapped.iter().all(|m| m.1 != id));
+    // Nor for a while after it.
+    rig.map(6, 1, 9, true, 7, FakeSource::default()).unwrap();
+    assert!(rig.taken.mapped.lock().iter().all(|m| m.1 != id));
+    rig.unmap(&[(0, 16)]).unwrap();
+    assert_eq!((rig.window.live(), rig.kinds().len()), (0, 0));
+}
+
+#[test]
+fn a_mapping_that_the_frontend_still_has_is_replaced() {
+    let rig = rig(true);
+    rig.taken.mapped.lock().push((0, 99));
+    rig.map(0, 1, 0, true, 7, FakeSource::default()).unwrap();
+    assert_eq!(rig.taken.mapped.lock().len(), 1);
+}

@@ -1,0 +1,178 @@
+//! The DAX window of a whole device in one process, with a frontend that maps by QEMU's rules and stand-ins that are the files
+//! themselves.
+
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixListener;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::fs::{Mode, OFlags};
+use tempfile::TempDir;
+use thruway::device;
+use thruway::frontend::{Frontend, Options, Window as Region};
+use thruway::fs::{Config, PassthroughFs, proc_self_fd};
+use thruway::fuse::Server;
+use thruway::fuse::abi::*;
+use thruway::window::proxy::{Kind, Opened};
+use thruway::window::{RANGE, StandIns, Window};
+use zerocopy::{FromBytes, IntoBytes};
+
+/// Of 32 ranges.
+const SIZE: u64 = 32 * RANGE;
+
+/// Hands out the files themselves.
+struct Themselves;
+
+impl StandIns for Themselves {
+    fn open(&self, _id: u64, _kind: Kind, real: BorrowedFd) -> io::Result<Opened> {
+        Ok(Opened { fd: real.try_clone_to_owned()?, guarded: true })
+    }
+
+    fn next_revocation(&self) -> Option<u64> {
+        loop {
+            std::thread::park();
+        }
+    }
+}
+
+struct Guest {
+    frontend: Frontend,
+    region: Region,
+    window: Arc<Window>,
+    dir: TempDir,
+}
+
+impl Guest {
+    fn new(config: Config) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let file = std::fs::File::create(dir.path().join("file")).unwrap();
+        // As large as any mapping of it here: the frontend takes no less.
+        file.set_len(64 * RANGE).unwrap();
+        file.write_all_at(b"contents", RANGE).unwrap();
+        let root = rustix::fs::open(dir.path(), OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap();
+        let window = Window::new(SIZE, Arc::new(Themselves)).unwrap();
+        let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), config).unwrap();
+        let fs = fs.with_window(Some(window.clone()));
+        let listener = UnixListener::bind(dir.path().join("socket")).unwrap();
+        let options = device::Options { tag: None, request_queues: 1, keep_alive: true, window: Some(window.clone()) };
+        std::thread::spawn(move || device::serve(listener, Arc::new(Server::new(fs)), options));
+        let mut frontend = Frontend::connect(&dir.path().join("socket"), Options::default()).unwrap();
+        let region = frontend.open_window().unwrap();
+        Self { frontend, region, window, dir }
+    }
+
+    fn init(&self) -> InitOut {
+        InitOut::read_from_bytes(&self.frontend.fuse_init(u64::MAX).unwrap()).unwrap()
+    }
+
+    fn call(&self, opcode: Opcode, nodeid: u64, args: &[u8], room: usize) -> Result<Vec<u8>, i32> {
+        self.frontend.request(1, opcode as u32, nodeid, args, &[], room)
+    }
+
+    fn lookup(&self, name: &[u8]) -> EntryOut {
+        let entry = self.call(Opcode::Lookup, ROOT_ID, name, size_of::<EntryOut>()).unwrap();
+        EntryOut::read_from_bytes(&entry).unwrap()
+    }
+
+    fn map(&self, node: u64, from: u64, at: u64, len: u64, flags: u64) -> Result<(), i32> {
+        let args = SetupmappingIn { fh: u64::MAX, foffset: from, len, flags, moffset: at };
+        self.call(Opcode::Setupmapping, node, args.as_bytes(), 0).map(drop)
+    }
+
+    fn unmap(&self, parts: &[(u64, u64)]) -> Result<(), i32> {
+        let mut args = (parts.len() as u32).as_bytes().to_vec();
+        for &(moffset, len) in parts {
+            args.extend(RemovemappingOne { moffset, len }.as_bytes());
+        }
+        self.call(Opcode::Removemapping, 0, &args, 0).map(drop)
+    }
+}
+
+#[test]
+fn files_are_mapped_and_unmapped() {
+    let guest = Guest::new(Config::default());
+    assert_eq!(guest.region.size, SIZE);
+    let init = guest.init();
+    assert_eq!(1 << init.map_alignment, RANGE);
+    let node = guest.lookup(b"file\0").nodeid;
+    guest.map(node, RANGE, 0, RANGE, 0).unwrap();
+    guest.map(node, 4 * RANGE, 2 * RANGE, 3 * RANGE, SETUPMAPPING_WRITE).unwrap();
+    let mapped = guest.region.mapped();
+    assert_eq!(mapped.keys().map(|at| at / RANGE).collect::<Vec<_>>(), [0, 2, 3, 4]);
+    assert_eq!(mapped.values().map(|m| m.from / RANGE).collect::<Vec<_>>(), [1, 4, 5, 6]);
+    // Over what is there, and with more rights.
+    guest.map(node, 9 * RANGE, 3 * RANGE, RANGE, 0).unwrap();
+    guest.map(node, RANGE, 0, RANGE, SETUPMAPPING_WRITE).unwrap();
+    assert_eq!((guest.region.mapped()[&(3 * RANGE)].from, guest.window.live()), (9 * RANGE, 4));
+    // Many at once, in part unmapped before.
+    guest.unmap(&[(0, 2 * RANGE), (3 * RANGE, RANGE), (20 * RANGE, RANGE)]).unwrap();
+    assert_eq!((guest.region.mapped().len(), guest.window.live()), (2, 2));
+    guest.call(Opcode::Destroy, 0, &[], 0).unwrap();
+    let until = Instant::now() + Duration::from_secs(10);
+    while !guest.region.mapped().is_empty() && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!((guest.region.mapped().len(), guest.window.live()), (0, 0));
+}
+
+#[test]
+fn without_the_region_there_is_no_dax() {
+    let guest = Guest::new(Config::default());
+    let dax = InitFlags::HAS_INODE_DAX | InitFlags::MAP_ALIGNMENT;
+    let flags = |init: InitOut| InitFlags::from_bits_retain(u64::from(init.flags) | u64::from(init.flags2) << 32);
+    assert!(flags(guest.init()).contains(dax));
+    assert_eq!(guest.lookup(b"file\0").attr.flags, ATTR_DAX);
+    let plain = {
+        let socket = guest.dir.path().join("socket");
+        drop(guest.region);
+        Frontend::connect(&socket, Options::default()).unwrap()
+    };
+    let init = InitOut::read_from_bytes(&plain.fuse_init(u64::MAX).unwrap()).unwrap();
+    assert!(!flags(init).intersects(dax));
+}
+
+#[test]
+fn a_hostile_guest_gets_errnos() {
+    let guest = Guest::new(Config::default());
+    guest.init();
+    std::fs::create_dir(guest.dir.path().join("dir")).unwrap();
+    let (file, dir) = (guest.lookup(b"file\0").nodeid, guest.lookup(b"dir\0").nodeid);
+    let socket = guest.lookup(b"socket\0").nodeid;
+    for (node, from, at, len, errno) in [
+        (file, 0, 0, 0, libc::EINVAL),
+        (file, 0, SIZE, RANGE, libc::EINVAL),
+        (file, 0, SIZE - RANGE, 2 * RANGE, libc::EINVAL),
+        (file, 0, u64::MAX - RANGE + 1, RANGE, libc::EINVAL),
+        (file, u64::MAX - RANGE + 1, 0, RANGE, libc::EINVAL),
+        (file, 0, 4096, RANGE, libc::EINVAL),
+        (file, 4096, 0, RANGE, libc::EINVAL),
+        (dir, 0, 0, RANGE, libc::EBADF),
+        (socket, 0, 0, RANGE, libc::EBADF),
+        (99, 0, 0, RANGE, libc::ESTALE),
+    ] {
+        assert_eq!(guest.map(node, from, at, len, SETUPMAPPING_WRITE), Err(errno), "{node} {from:x} {at:x} {len:x}");
+    }
+    assert_eq!(guest.unmap(&[(SIZE, RANGE)]), Err(libc::EINVAL));
+    // Fewer parts than it says.
+    assert_eq!(guest.call(Opcode::Removemapping, 0, u32::MAX.as_bytes(), 0), Err(libc::EINVAL));
+    for n in 0..100_000_u64 {
+        let at = n.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40 << 12;
+        let done = guest.map(file, (n % 64) * RANGE, at, RANGE << (n % 3), n % 2);
+        assert!(matches!(done, Ok(()) | Err(libc::EINVAL)), "{done:?}");
+        assert!(guest.region.mapped().len() <= 32);
+    }
+    guest.unmap(&[(0, SIZE)]).unwrap();
+    assert_eq!((guest.region.mapped().len(), guest.window.live()), (0, 0));
+    assert!(guest.region.most() <= 32);
+}
+
+#[test]
+fn a_read_only_share_is_mapped_for_reading_alone() {
+    let guest = Guest::new(Config { readonly: true, ..Default::default() });
+    guest.init();
+    let entry = guest.lookup(b"file\0");
+    assert_eq!(entry.attr.flags, 0);
+    assert_eq!(guest.map(entry.nodeid, 0, 0, RANGE, SETUPMAPPING_WRITE), Err(libc::EROFS));
+}
