@@ -7,7 +7,7 @@ export CARGO_TARGET_DIR = $(CURDIR)/target
 SCRIPTS = vm-images/boot vm-images/setup.sh vm-images/build-* vm-images/lib.sh vm-images/guest/* .ci/run tests/run tests/demo \
 	tests/guest/demo-init tests/guest/*.sh tests/host/run-case tests/host/*.sh
 
-.PHONY: all build images tree demo unit test soak check install clean
+.PHONY: all build images tree demo unit test soak bench check install clean
 
 all: build
 
@@ -36,6 +36,10 @@ test: tree
 soak: tree
 	$(MAKE) unit build
 	tests/run --soak
+
+# ARGS='--rounds 5', for example; --help tells all.
+bench: tree
+	$(CARGO) bench --bench guest -- $(ARGS)
 
 check:
 	$(CARGO) fmt --check

@@ -1,0 +1,135 @@
+//! One boot of a guest that does all jobs with one contender.
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+
+use serde_json::Value;
+
+use crate::host::{self, Result};
+use crate::plan::{Contender, Daemon, Job, Measure, Table};
+use crate::series::{median, number};
+
+/// Lines of a failed boot that are shown: its own message after the end of the daemon's log and of the console.
+const SHOWN: usize = 60;
+
+static STOPPED: AtomicBool = AtomicBool::new(false);
+/// `boot` while it runs, else 0.
+static BOOT: AtomicI32 = AtomicI32::new(0);
+
+/// A signal ends the guest first; then this program cleans up and ends too.
+pub fn catch_signals() -> Result<()> {
+    let stop = || {
+        STOPPED.store(true, Ordering::SeqCst);
+        if let Some(boot) = rustix::process::Pid::from_raw(BOOT.load(Ordering::SeqCst)) {
+            let _ = rustix::process::kill_process(boot, rustix::process::Signal::TERM);
+        }
+    };
+    ctrlc::set_handler(stop).map_err(|e| format!("cannot catch signals: {e}"))
+}
+
+/// What a guest told.
+#[derive(Default)]
+pub struct Told {
+    /// By the job's name.
+    pub figures: BTreeMap<String, f64>,
+    pub versions: BTreeMap<String, String>,
+    rest: Vec<String>,
+}
+
+/// Boots, shows each figure as it comes, and returns when the guest is gone.
+pub fn run(table: &Table, contender: &Contender, share: &Path, seconds: u32) -> Result<Told> {
+    let mut boot = command(table, contender, share, seconds)?
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .map_err(|e| format!("cannot start vm-images/boot: {e}"))?;
+    BOOT.store(boot.id() as i32, Ordering::SeqCst);
+    let told = listen(&mut boot, table);
+    let status = boot.wait().map_err(|e| format!("cannot wait for vm-images/boot: {e}"));
+    BOOT.store(0, Ordering::SeqCst);
+    let (told, status) = (told?, status?);
+    if STOPPED.load(Ordering::SeqCst) {
+        return Err("stopped".into());
+    }
+    if !status.success() {
+        let end = told.rest.len().saturating_sub(SHOWN);
+        return Err(format!("boot failed ({status}):\n{}", told.rest[end..].join("\n")));
+    }
+    match table.jobs.iter().find(|job| !told.figures.contains_key(job.name)) {
+        Some(job) => Err(format!("the guest said nothing of the job '{}'", job.name)),
+        None => Ok(told),
+    }
+}
+
+fn command(table: &Table, contender: &Contender, share: &Path, seconds: u32) -> Result<Command> {
+    let daemon = match contender.daemon {
+        Daemon::Virtiofsd => host::virtiofsd()?,
+        Daemon::Thruwayd => host::thruwayd(),
+    };
+    // By a shell that joins stderr to stdout: there is one log.
+    let mut command = Command::new("sh");
+    command
+        .args(["-c", "exec \"$@\" 2>&1", "sh"])
+        .arg(host::root().join("vm-images/boot"))
+        .args(table.boot)
+        .args(contender.boot)
+        .args(["--daemon", &daemon, "--daemon-args", contender.daemon_args])
+        .args(["--share", &format!("b={}", share.display())])
+        .arg("--ro-dir")
+        .arg(host::guest_dir())
+        .arg(host::guest_dir().join("bench.sh"))
+        .arg(seconds.to_string())
+        .args(table.jobs.iter().map(job_line));
+    Ok(command)
+}
+
+fn job_line(job: &Job) -> String {
+    match job.measure {
+        Measure::Fio(arguments) => format!("{} fio {arguments}", job.name),
+        Measure::FirstTouch => format!("{} first-touch", job.name),
+    }
+}
+
+fn listen(boot: &mut Child, table: &Table) -> Result<Told> {
+    let mut told = Told::default();
+    for line in BufReader::new(boot.stdout.take().expect("it was piped")).split(b'\n') {
+        let line = line.map_err(|e| format!("cannot read from vm-images/boot: {e}"))?;
+        told.take(String::from_utf8_lossy(&line).trim_end(), table)?;
+    }
+    Ok(told)
+}
+
+impl Told {
+    fn take(&mut self, line: &str, table: &Table) -> Result<()> {
+        if let Some((name, json)) = line.strip_prefix("result ").and_then(|rest| rest.split_once(' ')) {
+            let job = table.jobs.iter().find(|job| job.name == name).ok_or(format!("no such job: {name}"))?;
+            let figure = figure(&job.measure, json).ok_or(format!("the job '{name}' gave no figure: {json}"))?;
+            println!("    {:34} {:>8} {}", job.title, number(figure), job.measure.unit());
+            self.figures.insert(name.to_owned(), figure);
+        } else if let Some((name, version)) = line.strip_prefix("version ").and_then(|rest| rest.split_once(' ')) {
+            self.versions.insert(name.to_owned(), version.to_owned());
+        } else if let Some(accelerator) = line.strip_prefix("boot: qemu runs with ") {
+            self.versions.insert("accelerator".to_owned(), accelerator.to_owned());
+        } else {
+            self.rest.push(format!("  | {line}"));
+        }
+        Ok(())
+    }
+}
+
+/// `None` for anything that is not a measured, positive figure.
+fn figure(measure: &Measure, json: &str) -> Option<f64> {
+    let json: Value = serde_json::from_str(json).ok()?;
+    let figure = match measure {
+        Measure::Fio(_) => json["jobs"].as_array()?.iter().map(iops).sum::<Option<f64>>()?,
+        Measure::FirstTouch => median(&json.as_array()?.iter().map(Value::as_f64).collect::<Option<Vec<_>>>()?),
+    };
+    (figure > 0.0).then_some(figure)
+}
+
+fn iops(job: &Value) -> Option<f64> {
+    (job["error"] == 0).then_some(job["read"]["iops"].as_f64()? + job["write"]["iops"].as_f64()?)
+}

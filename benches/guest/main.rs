@@ -1,0 +1,124 @@
+//! `make bench`: the same jobs in the same guests through several daemons, in turn.
+
+mod guest;
+mod host;
+mod plan;
+mod plot;
+mod report;
+mod series;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use host::Result;
+use plan::{Contender, TABLES, Table};
+use series::Series;
+
+/// Compares daemons by what guests measure, and writes benchmarks.md with plots.
+#[derive(Parser)]
+struct Options {
+    /// How often each contender has its turn
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: u32,
+    /// One round of one-second jobs, to see that it works; the figures go to target/bench
+    #[arg(long, conflicts_with = "rounds")]
+    quick: bool,
+    /// Where benchmarks.md and plots/ are written [default: docs]
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+    /// What cargo says to every benchmark
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+/// Five seconds: a pass through the file for the slower contenders' sequential jobs, and a short run in all.
+const SECONDS: u32 = 5;
+
+impl Options {
+    fn rounds(&self) -> u32 {
+        if self.quick { 1 } else { self.rounds }
+    }
+
+    fn seconds(&self) -> u32 {
+        if self.quick { 1 } else { SECONDS }
+    }
+
+    fn out(&self) -> PathBuf {
+        let usual = if self.quick { "target/bench" } else { "docs" };
+        self.out.clone().unwrap_or_else(|| host::root().join(usual))
+    }
+}
+
+/// All that was measured.
+pub struct Results {
+    quick: bool,
+    rounds: u32,
+    seconds: u32,
+    /// Of the host, the guests and the programs.
+    facts: Vec<(&'static str, String)>,
+    /// By the names of table, contender and job.
+    figures: BTreeMap<[&'static str; 3], Series>,
+    /// What the guests of a table told of themselves.
+    versions: BTreeMap<&'static str, BTreeMap<String, String>>,
+}
+
+impl Results {
+    fn series(&self, table: &Table, contender: &Contender, job: &plan::Job) -> &Series {
+        &self.figures[&[table.name, contender.name, job.name]]
+    }
+}
+
+fn main() -> ExitCode {
+    match run(&Options::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("bench: {e}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(options: &Options) -> Result<()> {
+    guest::catch_signals()?;
+    let results = measure(options)?;
+    print!("\n{}", report::tables(&results));
+    let out = options.out();
+    plot::write(&results, &out.join("plots"))?;
+    report::write(&results, &out.join("benchmarks.md"))?;
+    println!("\nwritten: {}", out.join("benchmarks.md").display());
+    Ok(())
+}
+
+fn measure(options: &Options) -> Result<Results> {
+    let share = host::share()?;
+    let (rounds, seconds) = (options.rounds(), options.seconds());
+    let mut results = Results {
+        quick: options.quick,
+        rounds,
+        seconds,
+        facts: host::facts()?,
+        figures: BTreeMap::new(),
+        versions: BTreeMap::new(),
+    };
+    for round in 1..=rounds {
+        for (table, contender) in turns() {
+            let turn = format!("round {round} of {rounds}, {}, {}", table.name, contender.name);
+            println!("{turn} ...");
+            let told = guest::run(table, contender, share.path(), seconds).map_err(|e| format!("{turn}: {e}"))?;
+            for job in table.jobs {
+                let series = results.figures.entry([table.name, contender.name, job.name]).or_default();
+                series.push(told.figures[job.name]);
+            }
+            results.versions.insert(table.name, told.versions);
+        }
+    }
+    Ok(results)
+}
+
+/// Everybody's, in a round.
+fn turns() -> impl Iterator<Item = (&'static Table, &'static Contender)> {
+    TABLES.iter().flat_map(|table| table.contenders.iter().map(move |contender| (table, contender)))
+}

@@ -1,0 +1,142 @@
+//! The tables, and `benchmarks.md` around them.
+
+use std::fmt::Write;
+use std::fs;
+use std::path::Path;
+
+use crate::Results;
+use crate::host::Result;
+use crate::plan::{Contender, FILE_MIB, Goal, Job, TABLES, Table};
+use crate::plot;
+use crate::series::Series;
+
+/// What is between these is ours, the rest of the file its readers'.
+const BEGIN: &str = "<!-- make bench writes from here -->\n";
+const END: &str = "<!-- make bench writes to here -->\n";
+
+/// A row this much below counts as noise: what a daemon differs from itself in the median of a few rounds.
+const NOISE: f64 = 0.05;
+
+pub fn write(results: &Results, path: &Path) -> Result<()> {
+    let fresh = format!("# Benchmarks\n\n{BEGIN}{END}");
+    let old = fs::read_to_string(path).unwrap_or(fresh);
+    let text = old.split_once(BEGIN).zip(old.split_once(END));
+    let ((before, _), (_, after)) =
+        text.ok_or_else(|| format!("{}: lacks the lines that mark what is to be replaced", path.display()))?;
+    fs::write(path, format!("{before}{BEGIN}{}{END}{after}", generated(results)))
+        .map_err(|e| format!("cannot write {}: {e}", path.display()))
+}
+
+fn generated(results: &Results) -> String {
+    let mut text = how(results);
+    for table in TABLES {
+        let _ = write!(text, "\n## {}\n\n{}{}", table.title, versions(results, table), table_text(results, table));
+        let _ = writeln!(text, "\n![{}](plots/{})", table.title, plot::file_name(table));
+    }
+    text
+}
+
+/// For the terminal.
+pub fn tables(results: &Results) -> String {
+    TABLES.iter().map(|table| format!("{}\n{}", table.title, table_text(results, table))).collect()
+}
+
+fn how(results: &Results) -> String {
+    let mut text = String::new();
+    if results.quick {
+        text += "**From the quick form, which only shows that the harness works. Not to be quoted.**\n\n";
+    }
+    let _ = writeln!(
+        text,
+        "\
+The contenders have their turns in each round (rounds: {}): a turn boots the guest and does every job there, for {} s where
+it is fio's. A figure is the median of the rounds, with the lowest and the highest. A ratio is taken round by round, for the
+machine may be slower in one than in the next, and is above 1 where the contender is better. *Not below* is missed
+where every round of a contender was worse than each of the first one's, and the median by more than {:.0} %.
+
+To repeat it, as root on a machine that does nothing else: `make bench`, or `make bench ARGS='--rounds 5'`.
+
+- The share lies in the host's memory (`/dev/shm`); both daemons run with their defaults: cache mode, sandbox, no O_DIRECT.
+- fio works with one job, depth 1, on a file of {FILE_MIB} MiB that is there before.
+- The guest's caches are dropped before each job (`sync; echo 3 >/proc/sys/vm/drop_caches`), the host's are not. What a job
+  itself brings into the guest's cache stays as it does for users; fio drops it when it begins the file anew, except what
+  it has mapped.
+- *first touch* reads a byte in each of 96 ranges of 2 MiB by mmap and takes the median of the last 32: with a DAX window a
+  SETUPMAPPING with 64 to 95 live mappings and the page fault, without one a read of 128 KiB.
+
+A guest under emulation (accelerator: tcg) bounds what is to be seen: fio itself needs 12 to 15 µs there for a 4k call, so
+that little but mmap can be above 80,000 IOPS, and the guest's part of a request weighs more than on a real CPU. Expect other
+ratios with KVM.
+",
+        results.rounds,
+        results.seconds,
+        NOISE * 100.0
+    );
+    for (name, value) in &results.facts {
+        let _ = writeln!(text, "- {name}: {value}");
+    }
+    text
+}
+
+fn versions(results: &Results, table: &Table) -> String {
+    let versions: Vec<_> =
+        results.versions[table.name].iter().map(|(name, value)| format!("{name}: {value}")).collect();
+    format!("{}\n\n", versions.join("; "))
+}
+
+fn table_text(results: &Results, table: &Table) -> String {
+    let (first, others) = table.contenders.split_first().expect("a table has contenders");
+    let names = |contenders: &[Contender]| contenders.iter().map(|c| c.name.to_owned()).collect::<Vec<_>>();
+    let mut figures = vec![row("median (lowest–highest)", names(table.contenders))];
+    let mut ratios = vec![row(&format!("times {}", first.name), names(others))];
+    for job in table.jobs {
+        let cells = table.contenders.iter().map(|c| results.series(table, c, job).to_string());
+        figures.push(row(&format!("{}, {}", job.title, job.measure.unit()), cells.collect()));
+        ratios.push(row(job.title, others.iter().map(|c| ratio_cell(results, table, c, job)).collect()));
+    }
+    format!("{}\n{}", markdown(&figures), markdown(&ratios))
+}
+
+fn row(head: &str, mut cells: Vec<String>) -> Vec<String> {
+    cells.insert(0, head.to_owned());
+    cells
+}
+
+/// The ratio, and whether what was wanted is there.
+fn ratio_cell(results: &Results, table: &Table, contender: &Contender, job: &Job) -> String {
+    let mine = results.series(table, contender, job);
+    let base = results.series(table, &table.contenders[0], job);
+    let ratio = if job.measure.more_is_better() { mine.over(base) } else { base.over(mine) };
+    let mut cell = ratio.to_string();
+    for goal in contender.goals {
+        let (wanted, met) = match *goal {
+            // One round does not show what is noise.
+            Goal::NotBelow if results.rounds > 1 => ("not below".to_owned(), !is_below(mine, base, &ratio, job)),
+            _ => continue,
+        };
+        let _ = write!(cell, "; {wanted}: {}", if met { "met" } else { "**missed**" });
+    }
+    cell
+}
+
+fn is_below(mine: &Series, base: &Series, ratio: &Series, job: &Job) -> bool {
+    let apart = if job.measure.more_is_better() { mine.max() < base.min() } else { mine.min() > base.max() };
+    apart && ratio.median() < 1.0 - NOISE
+}
+
+/// Its columns are of one width, for those who read it as text.
+fn markdown(rows: &[Vec<String>]) -> String {
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let mut text = String::new();
+    for (number, row) in rows.iter().enumerate() {
+        for (column, cell) in row.iter().enumerate() {
+            let _ = write!(text, "| {cell:0$} ", width(column));
+        }
+        text += "|\n";
+        if number == 0 {
+            let rules = (0..row.len()).map(|column| format!("| {} ", "-".repeat(width(column))));
+            text.extend(rules.chain(["|\n".to_owned()]));
+        }
+    }
+    text
+}
