@@ -1,0 +1,27 @@
+# shellcheck shell=bash disable=SC2154  # lib.sh sets them
+# That make bench works: every job has its row and its panel. Times prove nothing here, so none is looked at.
+
+bench() { (cd "$root" && cargo bench --quiet --bench guest -- --quick --out "$work/bench"); }
+
+case_bench() {
+    local job left
+    left=$(echo /dev/shm/thruway-bench.*)
+    mkdir "$work/bench"
+    printf '%s\n' 'a line by hand' '<!-- make bench writes from here -->' 'an old row' \
+        '<!-- make bench writes to here -->' 'another' >"$work/bench/benchmarks.md"
+    bench || fail "make bench --quick ended with status $?"
+    grep -q '^## ' "$work/bench/benchmarks.md" || fail 'benchmarks.md has no table'
+    [[ $(sed -n '1p;$p' "$work/bench/benchmarks.md") == $'a line by hand\nanother' ]] || fail 'lines by hand were lost'
+    if grep -q 'an old row' "$work/bench/benchmarks.md"; then fail 'the old figures are still there'; fi
+    for job in 'write 4k, sequential' 'read 4k, sequential' 'read 4k, random' 'write 4k, random' 'mmap read 4k, random' \
+        'first touch of a 2 MiB range, p50'; do
+        # Once with figures, once with ratios.
+        (($(grep -cE "^\| $job.*[0-9]" "$work/bench/benchmarks.md") == 2)) || fail "no rows of '$job'"
+        grep -q "^$job" "$work/bench/plots/qemu.svg" || fail "no panel of '$job'"
+    done
+    tail -n 1 "$work/bench/plots/qemu.svg" | grep -q '</svg>' || fail 'the plot is cut off'
+
+    if THRUWAY_DAEMON=/bin/false bench >"$work/out" 2>&1; then fail 'a daemon that fails was not told'; fi
+    grep -q 'thruwayd: boot failed (exit status: 70):' "$work/out" || fail "told so: $(cat "$work/out")"
+    [[ $(echo /dev/shm/thruway-bench.*) == "$left" ]] || fail 'it left its share in /dev/shm'
+}
