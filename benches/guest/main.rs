@@ -83,11 +83,13 @@ fn main() -> ExitCode {
 
 fn run(options: &Options) -> Result<()> {
     guest::catch_signals()?;
+    let out = options.out();
+    // Before the minutes that it takes to measure.
+    let page = report::Page::open(out.join("benchmarks.md"))?;
     let results = measure(options)?;
     print!("\n{}", report::tables(&results));
-    let out = options.out();
     plot::write(&results, &out.join("plots"))?;
-    report::write(&results, &out.join("benchmarks.md"))?;
+    page.write(&results)?;
     println!("\nwritten: {}", out.join("benchmarks.md").display());
     Ok(())
 }

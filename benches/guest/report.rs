@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 use std::fs;
-use std::path::Path;
+use std::path::PathBuf;
 
 use crate::Results;
 use crate::host::Result;
@@ -17,14 +17,27 @@ const END: &str = "<!-- make bench writes to here -->\n";
 /// A row this much below counts as noise: what a daemon differs from itself in the median of a few rounds.
 const NOISE: f64 = 0.05;
 
-pub fn write(results: &Results, path: &Path) -> Result<()> {
-    let fresh = format!("# Benchmarks\n\n{BEGIN}{END}");
-    let old = fs::read_to_string(path).unwrap_or(fresh);
-    let text = old.split_once(BEGIN).zip(old.split_once(END));
-    let ((before, _), (_, after)) =
-        text.ok_or_else(|| format!("{}: lacks the lines that mark what is to be replaced", path.display()))?;
-    fs::write(path, format!("{before}{BEGIN}{}{END}{after}", generated(results)))
-        .map_err(|e| format!("cannot write {}: {e}", path.display()))
+/// `benchmarks.md` without what is ours in it.
+pub struct Page {
+    path: PathBuf,
+    before: String,
+    after: String,
+}
+
+impl Page {
+    pub fn open(path: PathBuf) -> Result<Self> {
+        let fresh = format!("# Benchmarks\n\n{BEGIN}{END}");
+        let text = fs::read_to_string(&path).unwrap_or(fresh);
+        match (text.split_once(BEGIN), text.split_once(END)) {
+            (Some((before, _)), Some((_, after))) => Ok(Self { path, before: before.into(), after: after.into() }),
+            _ => Err(format!("{}: lacks the lines that mark what is to be replaced", path.display())),
+        }
+    }
+
+    pub fn write(&self, results: &Results) -> Result<()> {
+        let text = format!("{}{BEGIN}{}{END}{}", self.before, generated(results), self.after);
+        fs::write(&self.path, text).map_err(|e| format!("cannot write {}: {e}", self.path.display()))
+    }
 }
 
 fn generated(results: &Results) -> String {
