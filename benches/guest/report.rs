@@ -2,6 +2,7 @@
 
 use std::fmt::Write;
 use std::fs;
+use std::io::ErrorKind;
 use std::path::PathBuf;
 
 use crate::Results;
@@ -14,7 +15,7 @@ use crate::series::Series;
 const BEGIN: &str = "<!-- make bench writes from here -->\n";
 const END: &str = "<!-- make bench writes to here -->\n";
 
-/// A row this much below counts as noise: what a daemon differs from itself in the median of a few rounds.
+/// A row that is below by no more is not below: a few rounds are easily apart by chance, and 5 % is no user's loss.
 const NOISE: f64 = 0.05;
 
 /// `benchmarks.md` without what is ours in it.
@@ -26,8 +27,10 @@ pub struct Page {
 
 impl Page {
     pub fn open(path: PathBuf) -> Result<Self> {
-        let fresh = format!("# Benchmarks\n\n{BEGIN}{END}");
-        let text = fs::read_to_string(&path).unwrap_or(fresh);
+        let text = match fs::read_to_string(&path) {
+            Err(e) if e.kind() == ErrorKind::NotFound => format!("# Benchmarks\n\n{BEGIN}{END}"),
+            text => text.map_err(|e| format!("cannot read {}: {e}", path.display()))?,
+        };
         match (text.split_once(BEGIN), text.split_once(END)) {
             (Some((before, _)), Some((_, after))) => Ok(Self { path, before: before.into(), after: after.into() }),
             _ => Err(format!("{}: lacks the lines that mark what is to be replaced", path.display())),
@@ -75,7 +78,7 @@ To repeat it, as root on a machine that does nothing else: `make bench`, or `mak
   itself brings into the guest's cache stays as it does for users; fio drops it when it begins the file anew, except what
   it has mapped.
 - *first touch* reads a byte in each of 96 ranges of 2 MiB by mmap and takes the median of the last 32: with a DAX window a
-  SETUPMAPPING with 64 to 95 live mappings and the page fault, without one a read of 128 KiB.
+  SETUPMAPPING with 64 to 95 live mappings and the page fault, without one a read with its readahead.
 
 A guest under emulation (accelerator: tcg) bounds what is to be seen: fio itself needs 12 to 15 µs there for a 4k call, so
 that little but mmap can be above 80,000 IOPS, and the guest's part of a request weighs more than on a real CPU. Expect other
