@@ -28,6 +28,10 @@ pub enum Daemon {
 }
 
 pub enum Goal {
+    /// So many times the first contender in this job.
+    Ratio(&'static str, f64),
+    /// At most this median in this job.
+    AtMost(&'static str, f64),
     /// No job is slower than with the first contender by more than noise.
     NotBelow,
 }
@@ -68,6 +72,21 @@ pub const TABLES: &[Table] = &[Table {
     contenders: &[
         Contender { name: "virtiofsd", daemon: Daemon::Virtiofsd, daemon_args: "", boot: &[], goals: &[] },
         Contender { name: "thruwayd", daemon: Daemon::Thruwayd, daemon_args: "", boot: &[], goals: &[Goal::NotBelow] },
+        Contender {
+            name: "thruwayd, DAX",
+            daemon: Daemon::Thruwayd,
+            daemon_args: "--dax-window 512M",
+            boot: &["--dax", "--mount-opts", "dax=always"],
+            // From issue 3. The last: a SETUPMAPPING with 64 live mappings.
+            goals: &[
+                Goal::Ratio("write", 12.0),
+                Goal::Ratio("read", 1.6),
+                Goal::Ratio("randread", 8.0),
+                Goal::Ratio("randwrite", 10.0),
+                Goal::Ratio("mmap-randread", 50.0),
+                Goal::AtMost("first-touch", 1000.0),
+            ],
+        },
     ],
     jobs: &[
         Job {

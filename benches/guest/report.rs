@@ -9,7 +9,7 @@ use crate::Results;
 use crate::host::Result;
 use crate::plan::{Contender, FILE_MIB, Goal, Job, TABLES, Table};
 use crate::plot;
-use crate::series::Series;
+use crate::series::{Series, number};
 
 /// What is between these is ours, the rest of the file its readers'.
 const BEGIN: &str = "<!-- make bench writes from here -->\n";
@@ -126,6 +126,10 @@ fn ratio_cell(results: &Results, table: &Table, contender: &Contender, job: &Job
     let mut cell = ratio.to_string();
     for goal in contender.goals {
         let (wanted, met) = match *goal {
+            Goal::Ratio(name, wanted) if name == job.name => (format!("≥ {wanted}"), ratio.median() >= wanted),
+            Goal::AtMost(name, most) if name == job.name => {
+                (format!("≤ {} {}", number(most), job.measure.unit()), mine.median() <= most)
+            }
             // One round does not show what is noise.
             Goal::NotBelow if results.rounds > 1 => ("not below".to_owned(), !is_below(mine, base, &ratio, job)),
             _ => continue,
