@@ -8,6 +8,7 @@ use std::io::{self, BufRead, BufReader};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::Arc;
@@ -28,6 +29,7 @@ use vm_memory::{Bytes, FileOffset, VolatileMemory};
 const TESTS: &[(&str, fn())] = &[
     ("a_mapping_is_the_real_file", a_mapping_is_the_real_file),
     ("a_proxy_file_cannot_be_resized", a_proxy_file_cannot_be_resized),
+    ("any_user_can_use_a_descriptor", any_user_can_use_a_descriptor),
     ("far_offsets_are_mapped", far_offsets_are_mapped),
     ("cached_reads_zeros_beyond_the_end", cached_reads_zeros_beyond_the_end),
     ("cached_writes_keep_the_size", cached_writes_keep_the_size),
@@ -55,6 +57,8 @@ const SKIPPED: u8 = 77;
 const SIZE: usize = 5000;
 const MAPPED: usize = 2 << 20;
 const ID: u64 = 7;
+/// Uid of `nobody` on Linux distributions; any unused one would do.
+const NOBODY: u32 = 65534;
 const SOON: Duration = Duration::from_secs(1);
 
 fn main() -> ExitCode {
@@ -228,12 +232,24 @@ fn a_proxy_file_cannot_be_resized() {
     let file = window.file();
     for kind in [Kind::Through, Kind::Cached] {
         let fd = window.proxy.open(ID, kind, file.as_fd()).unwrap().fd;
-        assert!(rustix::fs::fstat(&fd).unwrap().st_size >= 1 << 60);
+        let size = rustix::fs::seek(&fd, rustix::fs::SeekFrom::End(0)).unwrap();
+        assert!(size >= 1 << 60 && size as i64 == rustix::fs::fstat(&fd).unwrap().st_size);
         for size in [0, MAPPED as u64] {
             assert_eq!(rustix::fs::ftruncate(&fd, size), Err(Errno::PERM));
         }
     }
     assert_eq!(file.metadata().unwrap().len(), SIZE as u64);
+}
+
+fn any_user_can_use_a_descriptor() {
+    let window = Window::new(GuardMode::None);
+    let file = window.file();
+    for kind in [Kind::Through, Kind::Cached] {
+        let fd = window.proxy.open(ID, kind, file.as_fd()).unwrap().fd;
+        let mut reader = Command::new("sh");
+        reader.args(["-c", "test $(stat -c %s -) -gt 1000000 && test $(head -c 1) = r"]).current_dir("/");
+        assert!(reader.uid(NOBODY).stdin(fd).status().unwrap().success(), "{kind:?}");
+    }
 }
 
 fn far_offsets_are_mapped() {

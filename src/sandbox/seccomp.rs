@@ -67,6 +67,7 @@ const SYS_FCHMODAT2: c_long = 452;
 /// are alternatives.
 pub type Condition = (c_long, u8, u64, u64);
 
+/// What the daemon may call with some arguments only.
 const CONDITIONAL: &[Condition] = &[
     // No memory is ever executable anew.
     (SYS_mmap, 2, PROT_EXEC as u64, 0),

@@ -71,6 +71,15 @@ impl Marks {
         Ok(())
     }
 
+    /// Whether the kernel has events of this mask for any file: a tmpfs file gets EOPNOTSUPP if so, else EINVAL.
+    fn knows_mask(&self) -> bool {
+        let Ok(probe) = rustix::fs::memfd_create("thruwayd-probe", rustix::fs::MemfdFlags::CLOEXEC) else {
+            return false;
+        };
+        let marked = sys::fanotify_mark(self.group.as_fd(), FAN_MARK_ADD, self.mask, probe.as_fd());
+        !marked.is_err_and(|e| e.raw_os_error() == Some(EINVAL))
+    }
+
     /// Takes one mark back.
     pub fn remove(&self, file: FileId, real: impl AsFd) {
         let mut counts = self.counts.lock();
@@ -124,17 +133,6 @@ impl Guard {
         let mut passing = self.passing.lock();
         passing.retain(|p| p.since.elapsed() < DEADLINE && self.proc.may_be_in(p.caller, &p.call));
         passing.iter().any(|p| p.file == file)
-    }
-}
-
-impl Marks {
-    /// Whether the kernel has events of this mask for any file: a tmpfs file gets EOPNOTSUPP if so, else EINVAL.
-    fn knows_mask(&self) -> bool {
-        let Ok(probe) = rustix::fs::memfd_create("thruwayd-probe", rustix::fs::MemfdFlags::CLOEXEC) else {
-            return false;
-        };
-        let marked = sys::fanotify_mark(self.group.as_fd(), FAN_MARK_ADD, self.mask, probe.as_fd());
-        !marked.is_err_and(|e| e.raw_os_error() == Some(EINVAL))
     }
 }
 
@@ -347,8 +345,8 @@ const MOVES_DATA: &[c_long] = &[
 /// KVM_RUN of include/uapi/linux/kvm.h: the page faults of a guest. Other requests might do anything.
 const KVM_RUN: u64 = 0xae80;
 
-#[expect(non_upper_case_globals, reason = "libc's names")]
 /// Whether the thread with this line of /proc/TID/syscall cannot be about to shrink a file.
+#[expect(non_upper_case_globals, reason = "libc's names")]
 fn is_harmless(mask: u64, line: &str) -> bool {
     let mut words = line.split_ascii_whitespace();
     let number = words.next().and_then(|word| word.parse::<i64>().ok());
@@ -368,8 +366,8 @@ fn is_harmless(mask: u64, line: &str) -> bool {
     }
 }
 
-#[expect(non_upper_case_globals, reason = "libc's names")]
 /// Whether it is a call that opens a file without O_TRUNC. The flags of openat2 are in memory and may change.
+#[expect(non_upper_case_globals, reason = "libc's names")]
 fn opens_whole(number: c_long, arguments: &[u64]) -> bool {
     let flags = match number {
         #[cfg(target_arch = "x86_64")]

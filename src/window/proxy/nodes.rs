@@ -10,6 +10,9 @@ use rustix::io::Errno;
 
 use super::Kind;
 
+/// The largest number whose nodeid fits in 63 bits, since inode numbers may be signed somewhere.
+const MAX_ID: u64 = u64::MAX / 4;
+
 /// A file of the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct FileId {
@@ -115,6 +118,3 @@ impl Nodes {
         table.iter().filter(|(id, node)| *id % 2 == 1 && of_file(node)).map(|(id, _)| *id).collect()
     }
 }
-
-/// The largest number whose nodeid fits in 63 bits, since inode numbers may be signed somewhere.
-const MAX_ID: u64 = u64::MAX / 4;
