@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use serde_json::Value;
 
 use crate::host::{self, Result};
-use crate::plan::{Contender, Daemon, Job, Measure, Table};
+use crate::plan::{Contender, Daemon, Job, Measure, SETUPMAPPING, SETUPMAPPING_LIVE, Table};
 use crate::series::{median, number};
 
 /// Lines of a failed boot that are shown: its own message after the end of the daemon's log and of the console.
@@ -41,7 +41,8 @@ pub struct Told {
 
 /// Boots, shows each figure as it comes, and returns when the guest is gone.
 pub fn run(table: &Table, contender: &Contender, share: &Path, seconds: u32) -> Result<Told> {
-    let mut boot = command(table, contender, share, seconds)?
+    let logs = tempfile::tempdir().map_err(|e| format!("cannot make a directory for logs: {e}"))?;
+    let mut boot = command(table, contender, share, seconds, logs.path())?
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .spawn()
@@ -50,7 +51,7 @@ pub fn run(table: &Table, contender: &Contender, share: &Path, seconds: u32) -> 
     let told = listen(&mut boot, table);
     let status = boot.wait().map_err(|e| format!("cannot wait for vm-images/boot: {e}"));
     BOOT.store(0, Ordering::SeqCst);
-    let (told, status) = (told?, status?);
+    let (mut told, status) = (told?, status?);
     if STOPPED.load(Ordering::SeqCst) {
         return Err("stopped".into());
     }
@@ -58,13 +59,16 @@ pub fn run(table: &Table, contender: &Contender, share: &Path, seconds: u32) -> 
         let end = told.rest.len().saturating_sub(SHOWN);
         return Err(format!("boot failed ({status}):\n{}", told.rest[end..].join("\n")));
     }
+    if let Some(us) = mapping_time(&std::fs::read_to_string(logs.path().join("daemon-0.log")).unwrap_or_default()) {
+        told.figures.insert(SETUPMAPPING.to_owned(), us);
+    }
     match table.jobs.iter().find(|job| !told.figures.contains_key(job.name)) {
         Some(job) => Err(format!("the guest said nothing of the job '{}'", job.name)),
         None => Ok(told),
     }
 }
 
-fn command(table: &Table, contender: &Contender, share: &Path, seconds: u32) -> Result<Command> {
+fn command(table: &Table, contender: &Contender, share: &Path, seconds: u32, logs: &Path) -> Result<Command> {
     let daemon = match contender.daemon {
         Daemon::Virtiofsd => host::virtiofsd()?,
         Daemon::Thruwayd => host::thruwayd(),
@@ -73,17 +77,31 @@ fn command(table: &Table, contender: &Contender, share: &Path, seconds: u32) -> 
     let mut command = Command::new("sh");
     command
         .args(["-c", "exec \"$@\" 2>&1", "sh"])
+        // Of the window alone: one line for each mapping, which takes some hundred times as long.
+        .env("RUST_LOG", "info,thruway::window=trace")
         .arg(host::root().join("vm-images/boot"))
         .args(table.boot)
         .args(contender.boot)
         .args(["--daemon", &daemon, "--daemon-args", contender.daemon_args])
         .args(["--share", &format!("b={}", share.display())])
+        .arg("--log-dir")
+        .arg(logs)
         .arg("--ro-dir")
         .arg(host::guest_dir())
         .arg(host::guest_dir().join("bench.sh"))
         .arg(seconds.to_string())
         .args(table.jobs.iter().map(job_line));
     Ok(command)
+}
+
+/// The median of the times that the daemon logged for mappings with [`SETUPMAPPING_LIVE`] others.
+fn mapping_time(log: &str) -> Option<f64> {
+    let field = |line: &str, name| line.split_once(name)?.1.split(' ').next()?.parse::<u64>().ok();
+    let times = log.lines().filter(|line| line.contains(" mapped ")).filter_map(|line| {
+        field(line, "live=").filter(|live| SETUPMAPPING_LIVE.contains(live)).and_then(|_| field(line, " us="))
+    });
+    let times: Vec<f64> = times.map(|us| us as f64).collect();
+    (!times.is_empty()).then(|| median(&times))
 }
 
 fn job_line(job: &Job) -> String {

@@ -14,7 +14,7 @@ use std::process::ExitCode;
 use clap::Parser;
 
 use host::Result;
-use plan::{Contender, TABLES, Table};
+use plan::{Contender, SETUPMAPPING, TABLES, Table};
 use series::Series;
 
 /// Compares daemons by what guests measure, and writes benchmarks.md with plots.
@@ -113,6 +113,9 @@ fn measure(options: &Options) -> Result<Results> {
             for job in table.jobs {
                 let series = results.figures.entry([table.name, contender.name, job.name]).or_default();
                 series.push(told.figures[job.name]);
+            }
+            if let Some(&us) = told.figures.get(SETUPMAPPING) {
+                results.figures.entry([table.name, contender.name, SETUPMAPPING]).or_default().push(us);
             }
             results.versions.insert(table.name, told.versions);
         }

@@ -62,6 +62,12 @@ impl Measure {
     }
 }
 
+/// What is measured in the daemon of a contender with a DAX window: µs from a SETUPMAPPING to its answer.
+pub const SETUPMAPPING: &str = "setupmapping";
+
+/// With so many live mappings: the target's number, up to the end of what `first-touch.py` maps.
+pub const SETUPMAPPING_LIVE: std::ops::Range<u64> = 64..96;
+
 /// Size of the file that is worked on: the targets', and room for the ranges that `first-touch.py` touches.
 pub const FILE_MIB: usize = 256;
 
@@ -77,14 +83,14 @@ pub const TABLES: &[Table] = &[Table {
             daemon: Daemon::Thruwayd,
             daemon_args: "--dax-window 512M",
             boot: &["--dax", "--mount-opts", "dax=always"],
-            // From issue 3. The last: a SETUPMAPPING with 64 live mappings.
+            // From issue 3.
             goals: &[
                 Goal::Ratio("write", 12.0),
                 Goal::Ratio("read", 1.6),
                 Goal::Ratio("randread", 8.0),
                 Goal::Ratio("randwrite", 10.0),
                 Goal::Ratio("mmap-randread", 50.0),
-                Goal::AtMost("first-touch", 1000.0),
+                Goal::AtMost(SETUPMAPPING, 1000.0),
             ],
         },
     ],

@@ -179,8 +179,8 @@ pub struct Options {
           value_parser = clap::value_parser!(u16).range(1..=window::MAX_MAPPINGS as i64))]
     pub max_mappings: u16,
 
-    /// The smallest file that a guest with -o dax=inode maps
-    #[arg(long, value_name = "SIZE", default_value = "1M", value_parser = parse_size)]
+    /// The smallest file that a guest with -o dax=inode maps: smaller ones are read sooner by messages
+    #[arg(long, value_name = "SIZE", default_value = "256K", value_parser = parse_size)]
     pub dax_min_size: u64,
 
     /// What keeps a host process that truncates a mapped file from killing the virtual machine

@@ -96,7 +96,10 @@ impl Mapper {
         for job in jobs {
             match job {
                 Job::Map { ranges, from, writable, node, source, answer } => {
+                    let start = Instant::now();
                     let done = self.map(ranges, from, writable, node, source);
+                    let live = self.shared.live.load(Ordering::Relaxed);
+                    tracing::trace!(node, from, live, us = start.elapsed().as_micros(), "mapped");
                     answer(done.inspect_err(|errno| tracing::debug!(node, from, "not mapped: {errno}")));
                 }
                 Job::Unmap { ranges, answer } => {
