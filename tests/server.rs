@@ -62,10 +62,10 @@ impl Guest {
         let (head, tail) = self.request.split_at_mut(at);
         for part in [head, tail] {
             // SAFETY: the buffers stay as they are until the request is served.
-            unsafe { self.work.readable.push(part.as_mut_ptr(), part.len()) };
+            unsafe { self.work.readable.push(part.as_mut_ptr(), part.len(), true) };
         }
         // SAFETY: as above.
-        unsafe { self.work.writable.push(self.reply.as_mut_ptr(), room.min(self.reply.len())) };
+        unsafe { self.work.writable.push(self.reply.as_mut_ptr(), room.min(self.reply.len()), true) };
         match self.server.handle(&mut self.work) {
             Outcome::Replied(n) => Some(n),
             Outcome::Silent => None,

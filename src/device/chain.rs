@@ -3,9 +3,10 @@
 
 use virtio_queue::desc::split::Descriptor;
 use vm_memory::bitmap::Bitmap;
-use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
+use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryError, GuestMemoryRegion};
 
 use super::Memory;
+use super::dirty::is_mapped_file;
 use crate::fuse::Work;
 
 /// Most descriptors in one chain, those of an indirect table included. A driver may not make a chain longer than its
@@ -106,9 +107,10 @@ fn gather(walk: &mut Walk, mem: &Memory, work: &mut Work, segments: &mut Vec<Seg
 fn push(mem: &Memory, addr: GuestAddress, len: u32, to: &mut crate::fuse::buf::IoVecs) -> Result<(), i32> {
     each_slice(mem, addr, len as usize, |region, offset, len| {
         let base = region.get_host_address(vm_memory::MemoryRegionAddress(offset)).map_err(|_| libc::EFAULT)?;
+        let near = !is_mapped_file(region);
         // SAFETY: `each_slice` keeps the range within the region, which `mem` keeps mapped; `Loaded` borrows
-        // `mem` and empties the list before that borrow ends.
-        unsafe { to.push(base, len) };
+        // `mem` and empties the list before that borrow ends. A file that is mapped may have been cut: `near`.
+        unsafe { to.push(base, len, near) };
         Ok(())
     })
 }
@@ -137,14 +139,24 @@ fn each_slice(
 }
 
 /// Copies a reply into a chain's writable ranges and returns how many bytes had room. Marks them dirty.
-pub fn write(mem: &Memory, segments: &[Segment], reply: &[u8]) -> Result<usize, vm_memory::GuestMemoryError> {
+pub fn write(mem: &Memory, segments: &[Segment], reply: &[u8]) -> Result<usize, GuestMemoryError> {
     let mut done = 0;
     for segment in segments {
         let n = (reply.len() - done).min(segment.len as usize);
+        each_slice(mem, segment.addr, n, near).or(Err(GuestMemoryError::InvalidGuestAddress(segment.addr)))?;
         mem.write_slice(&reply[done..done + n], segment.addr)?;
         done += n;
     }
     Ok(done)
+}
+
+/// Whether none of these bytes is of a mapped file.
+pub fn is_near(mem: &Memory, addr: GuestAddress, len: usize) -> bool {
+    each_slice(mem, addr, len, near).is_ok()
+}
+
+fn near(region: &Region, _offset: u64, _len: usize) -> Result<(), i32> {
+    if is_mapped_file(region) { Err(libc::EFAULT) } else { Ok(()) }
 }
 
 /// Records that the first `len` bytes of the writable ranges were written, for the frontend's log of dirty pages.
@@ -194,6 +206,7 @@ impl<'a> Walk<'a> {
         }
         let offset = u64::from(index) * u64::from(DESCRIPTOR_SIZE);
         let addr = self.table.checked_add(offset).ok_or(libc::EFAULT)?;
+        each_slice(self.mem, addr, DESCRIPTOR_SIZE as usize, near)?;
         self.mem.read_obj(addr).map_err(|_| libc::EFAULT)
     }
 

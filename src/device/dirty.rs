@@ -1,16 +1,18 @@
-//! The frontend's log of the pages that the device writes (vhost-user, "Migration").
+//! What is kept beside each memory region: the frontend's log of the pages that the device writes (vhost-user,
+//! "Migration"), and whether it is a mapped file.
 //!
 //! vhost-user-backend has a type for this, but every access to guest memory through it takes a lock and counts a
 //! reference that all queues share. Here, as long as there is no log, an access reads one flag.
 
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use parking_lot::RwLock;
+use rustix::fs::fstatfs;
 use vhost_user_backend::bitmap::{AtomicBitmapMmap, BitmapReplace, MemRegionBitmap, MmapLogReg};
 use vm_memory::bitmap::{Bitmap, NewBitmap, RefSlice, WithBitmapSlice};
-use vm_memory::{Address, GuestMemoryRegion};
+use vm_memory::{Address, GuestMemoryRegion, GuestRegionMmap, MmapRegion};
 
 /// Size in bytes of the pages that the log counts in (VHOST_LOG_PAGE, include/uapi/linux/vhost_types.h).
 const PAGE: usize = 4096;
@@ -23,6 +25,20 @@ pub struct DirtyLog(Arc<State>);
 struct State {
     set: AtomicBool,
     pages: RwLock<Option<Pages>>,
+    mapped_file: OnceLock<bool>,
+}
+
+/// f_type of a FUSE mount (FUSE_SUPER_MAGIC of include/uapi/linux/magic.h).
+const FUSE: i64 = 0x6573_5546;
+
+/// Whether the region is a file that the window has mapped. Beyond that file's end its pages cannot be touched, only named to
+/// the kernel: so it may hold data of a READ or WRITE, but no ring and no message.
+pub fn is_mapped_file(region: &GuestRegionMmap<DirtyLog>) -> bool {
+    // The region's own bitmap() gives a slice.
+    let mapping: &MmapRegion<DirtyLog> = region;
+    *mapping.bitmap().0.mapped_file.get_or_init(|| {
+        mapping.file_offset().is_some_and(|file| fstatfs(file.file()).is_ok_and(|st| st.f_type == FUSE))
+    })
 }
 
 /// The bits of a region's pages in the log.

@@ -73,7 +73,7 @@ impl Ring {
     pub fn exchange(&self, mem: &Memory, used: &mut Vec<Used>, heads: &mut Vec<u16>) -> Table {
         let mut state = self.vring.get_mut();
         self.publish(&mut state, mem, used);
-        let live = live(&state);
+        let live = live(&state) && is_near(&state, mem);
         let queue = state.get_queue_mut();
         if live {
             // Of errors there is no one to tell: a ring whose memory is gone, or whose index is absurd, rests until
@@ -89,7 +89,7 @@ impl Ring {
     }
 
     fn publish(&self, state: &mut State, mem: &Memory, used: &mut Vec<Used>) {
-        if used.is_empty() {
+        if used.is_empty() || !is_near(state, mem) {
             return;
         }
         let queue = state.get_queue_mut();
@@ -198,6 +198,16 @@ fn set_nonblocking(file: &File) {
 /// Whether the driver may see chains taken and given back (vhost-user, "Ring states").
 fn live(state: &VringState<GuestMemory>) -> bool {
     state.is_enabled() && state.get_queue().ready()
+}
+
+/// Whether the ring may be touched: a guest could have put it into a file that it has mapped.
+fn is_near(state: &VringState<GuestMemory>, mem: &Memory) -> bool {
+    let queue = state.get_queue();
+    let size = usize::from(queue.size());
+    // VIRTIO 1.3, section 2.7: with the event that ends each ring.
+    [(queue.desc_table(), 16 * size), (queue.avail_ring(), 6 + 2 * size), (queue.used_ring(), 6 + 8 * size)]
+        .into_iter()
+        .all(|(addr, len)| chain::is_near(mem, GuestAddress(addr), len))
 }
 
 fn take(queue: &mut Queue, mem: &Memory, heads: &mut Vec<u16>) -> Result<(), QueueError> {

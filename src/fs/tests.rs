@@ -70,7 +70,7 @@ impl Share {
         let mut data = data.to_vec();
         let mut vecs = IoVecs::default();
         // SAFETY: `data` outlives the list.
-        unsafe { vecs.push(data.as_mut_ptr(), data.len()) };
+        unsafe { vecs.push(data.as_mut_ptr(), data.len(), true) };
         let write = WriteIn { fh, offset, write_flags, flags: flags as u32, ..Default::default() };
         self.fs.write(node, &write, &vecs.range(0..usize::MAX))
     }
@@ -80,7 +80,7 @@ impl Share {
         let mut vecs = IoVecs::default();
         for part in [&mut a, &mut b] {
             // SAFETY: the parts outlive the list.
-            unsafe { vecs.push(part.as_mut_ptr(), part.len()) };
+            unsafe { vecs.push(part.as_mut_ptr(), part.len(), true) };
         }
         let n = self.fs.read(node, &ReadIn { fh, offset, ..Default::default() }, &vecs.range(0..size))?;
         a.extend(b);

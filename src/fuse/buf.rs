@@ -12,6 +12,8 @@ pub const IOV_MAX: usize = 1024;
 pub struct IoVecs {
     vecs: Vec<libc::iovec>,
     len: usize,
+    /// The first so many bytes may be touched; from there on, only system calls may.
+    near: usize,
 }
 
 // SAFETY: the pointers are only dereferenced under the promise made to `push`, which holds on any thread.
@@ -22,15 +24,19 @@ impl IoVecs {
     pub fn clear(&mut self) {
         self.vecs.clear();
         self.len = 0;
+        self.near = 0;
     }
 
-    /// Adds a slice.
+    /// Adds a slice. One that is not `near` is for system calls alone: what is copied ends before it.
     ///
     /// # Safety
-    /// `base..base + len` must stay mapped until the list is cleared or no longer used. Other parties may read
-    /// and write it meanwhile.
-    pub unsafe fn push(&mut self, base: *mut u8, len: usize) {
+    /// `base..base + len` must stay mapped until the list is cleared or no longer used, and if it is `near` a touch
+    /// must not raise SIGBUS. Other parties may read and write it meanwhile.
+    pub unsafe fn push(&mut self, base: *mut u8, len: usize, near: bool) {
         if len > 0 {
+            if near && self.near == self.len {
+                self.near = self.near.saturating_add(len);
+            }
             self.vecs.push(libc::iovec { iov_base: base.cast(), iov_len: len });
             self.len = self.len.saturating_add(len);
         }
@@ -62,6 +68,7 @@ impl IoVecs {
     }
 
     fn copy(&self, mut offset: usize, want: usize, mut each: impl FnMut(usize, *mut u8, usize)) -> usize {
+        let want = want.min(self.near.saturating_sub(offset));
         let mut done = 0;
         for v in &self.vecs {
             if done == want {
@@ -147,7 +154,7 @@ mod tests {
         let mut v = IoVecs::default();
         for p in parts {
             // SAFETY: the test keeps `parts` alive longer than the list.
-            unsafe { v.push(p.as_mut_ptr(), p.len()) };
+            unsafe { v.push(p.as_mut_ptr(), p.len(), true) };
         }
         v
     }
@@ -163,6 +170,20 @@ mod tests {
         assert_eq!(v.read_at(9, &mut out), 0);
         assert_eq!(v.write_at(6, &[9; 9]), 2);
         assert_eq!(parts[2], [5, 6, 9, 9]);
+    }
+
+    #[test]
+    fn what_may_not_be_touched_is_not_copied() {
+        let mut parts = [vec![1; 4], vec![2; 4], vec![3; 4]];
+        let mut v = IoVecs::default();
+        for (n, p) in parts.iter_mut().enumerate() {
+            // SAFETY: as above.
+            unsafe { v.push(p.as_mut_ptr(), p.len(), n != 1) };
+        }
+        let mut out = [0; 12];
+        assert_eq!((v.read_at(0, &mut out), v.read_at(3, &mut out), v.read_at(4, &mut out)), (4, 1, 0));
+        assert_eq!((v.write_at(2, &[9; 9]), v.len(), v.range(0..12).len()), (2, 12, 12));
+        assert_eq!(parts[1], [2; 4]);
     }
 
     #[test]

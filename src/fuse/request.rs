@@ -143,7 +143,7 @@ mod tests {
     fn with<R>(bytes: &mut [u8], f: impl FnOnce(std::result::Result<Request, (u64, Errno)>) -> R) -> R {
         let mut vecs = IoVecs::default();
         // SAFETY: `bytes` outlives the list.
-        unsafe { vecs.push(bytes.as_mut_ptr(), bytes.len()) };
+        unsafe { vecs.push(bytes.as_mut_ptr(), bytes.len(), true) };
         let mut scratch = Vec::new();
         f(Request::read(&mut vecs, &mut scratch))
     }

@@ -93,7 +93,7 @@ fn write(fs: &PassthroughFs, node: u64, fh: u64, offset: u64, data: &str) -> Res
     let mut data = data.as_bytes().to_vec();
     let mut vecs = IoVecs::default();
     // SAFETY: `data` outlives the list.
-    unsafe { vecs.push(data.as_mut_ptr(), data.len()) };
+    unsafe { vecs.push(data.as_mut_ptr(), data.len(), true) };
     fs.write(node, &WriteIn { fh, offset, ..Default::default() }, &vecs.range(0..usize::MAX))
 }
 
@@ -101,7 +101,7 @@ fn read(fs: &PassthroughFs, node: u64, fh: u64) -> Result<usize> {
     let mut data = [0; 16];
     let mut vecs = IoVecs::default();
     // SAFETY: `data` outlives the list.
-    unsafe { vecs.push(data.as_mut_ptr(), data.len()) };
+    unsafe { vecs.push(data.as_mut_ptr(), data.len(), true) };
     fs.read(node, &ReadIn { fh, ..Default::default() }, &vecs.range(0..16))
 }
 
