@@ -30,7 +30,7 @@ use vm_memory::{ByteValued, Bytes, FileOffset, GuestAddress, GuestMemoryBackend,
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-pub use window::{Mapped, Window};
+pub use window::{BASE as WINDOW_BASE, Mapped, Window};
 
 /// Where guest memory starts: not at 0, so that there is an address below it that a test can abuse.
 pub const MEMORY_BASE: u64 = 1 << 20;

@@ -8,6 +8,7 @@ use std::io::{self, BufRead, BufReader};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixListener;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
@@ -21,10 +22,17 @@ use rustix::io::Errno;
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
+use thruway::device;
+use thruway::frontend::{Frontend, WINDOW_BASE};
+use thruway::fs::{Config, PassthroughFs, proc_self_fd};
+use thruway::fuse::Server;
+use thruway::fuse::abi::*;
 use thruway::sandbox::{self, Sandbox, seccomp};
 use thruway::window::proxy::{self, Guard, GuardMode, Kind, Proxy};
+use virtio_queue::desc::split::Descriptor;
 use vm_memory::mmap::MmapRegion;
 use vm_memory::{Bytes, FileOffset, VolatileMemory};
+use zerocopy::{FromBytes, IntoBytes};
 
 const TESTS: &[(&str, fn())] = &[
     ("a_mapping_is_the_real_file", a_mapping_is_the_real_file),
@@ -49,6 +57,7 @@ const TESTS: &[(&str, fn())] = &[
     ("it_ends_with_the_daemon", it_ends_with_the_daemon),
     ("its_end_frees_who_waits", its_end_frees_who_waits),
     ("a_stopped_one_is_killed", a_stopped_one_is_killed),
+    ("a_mapped_file_is_no_place_for_a_message", a_mapped_file_is_no_place_for_a_message),
 ];
 
 /// The exit code of a test that could not run.
@@ -250,6 +259,42 @@ fn any_user_can_use_a_descriptor() {
         reader.args(["-c", "test $(stat -c %s -) -gt 1000000 && test $(head -c 1) = r"]).current_dir("/");
         assert!(reader.uid(NOBODY).stdin(fd).status().unwrap().success(), "{kind:?}");
     }
+}
+
+/// A guest that sends messages, and their descriptors, from beyond the end of a file that it has mapped.
+fn a_mapped_file_is_no_place_for_a_message() {
+    let window = Window::new(GuardMode::None);
+    drop(window.file());
+    let flags = rustix::fs::OFlags::PATH | rustix::fs::OFlags::CLOEXEC;
+    let root = rustix::fs::open(window.dir.path(), flags, rustix::fs::Mode::empty()).unwrap();
+    let region = thruway::window::Window::new(2 * MAPPED as u64, window.proxy.clone()).unwrap();
+    let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), Config::default()).unwrap();
+    let fs = fs.with_window(Some(region.clone()));
+    let socket = window.dir.path().join("socket");
+    let listener = UnixListener::bind(&socket).unwrap();
+    let options = device::Options { tag: None, request_queues: 1, keep_alive: false, window: Some(region) };
+    spawn(move || device::serve(listener, Arc::new(Server::new(fs)), options));
+    let mut guest = Frontend::connect(&socket, Default::default()).unwrap();
+    let _region = guest.open_window().unwrap();
+    guest.fuse_init(u64::MAX).unwrap();
+    let ask = |opcode: Opcode, node, args: &[u8], room| guest.request(1, opcode as u32, node, args, &[], room);
+    let entry = ask(Opcode::Lookup, ROOT_ID, b"file\0", size_of::<EntryOut>()).unwrap();
+    let node = EntryOut::read_from_bytes(&entry).unwrap().nodeid;
+    let map = SetupmappingIn { len: MAPPED as u64, flags: SETUPMAPPING_WRITE, ..Default::default() };
+    ask(Opcode::Setupmapping, node, map.as_bytes(), 0).unwrap();
+    let (own, file) = (guest.alloc(1, 4096).unwrap(), WINDOW_BASE + MAPPED as u64 / 2);
+    let (next, write, indirect) = (1, 2, 4);
+    for (message, reply, table) in [(file, own, false), (own, file, false), (file, file, true)] {
+        let [first, second] = guest.take_descriptors(1, 2).unwrap()[..] else { unreachable!() };
+        let flags = if table { indirect } else { next };
+        guest.write_descriptor(1, first, Descriptor::new(message, 48, flags, second)).unwrap();
+        guest.write_descriptor(1, second, Descriptor::new(reply, 128, write, 0)).unwrap();
+        guest.push_raw(1, first).unwrap();
+        // An errno where there is room for one.
+        let (head, len) = guest.wait_raw(1, 10 * SOON).unwrap();
+        assert!(head == u32::from(first) && (len == 0 || len == 16), "{len}");
+    }
+    ask(Opcode::Getattr, node, GetattrIn::default().as_bytes(), size_of::<AttrOut>()).unwrap();
 }
 
 fn far_offsets_are_mapped() {

@@ -16,7 +16,7 @@ use vhost::vhost_user::{
 };
 
 /// Where the region is in guest memory: beyond all else.
-const BASE: u64 = 1 << 40;
+pub const BASE: u64 = 1 << 40;
 
 /// A live mapping.
 #[derive(Clone, Debug)]
