@@ -1,6 +1,7 @@
 //! Thruway: a vhost-user device daemon for virtio-fs.
 //!
-//! Calls go one way: [`device`] (virtqueues) → [`fuse`] (messages) → [`fs`] (the shared directory).
+//! Calls go one way: [`device`] (virtqueues) → [`fuse`] (messages) → [`fs`] (the shared directory) → [`window`] (what of
+//! it is mapped into the guest).
 
 pub mod cli;
 pub mod device;
