@@ -30,6 +30,10 @@ impl StandIns for Themselves {
         Ok(Opened { fd: real.try_clone_to_owned()?, guarded: true })
     }
 
+    fn invalidate(&self, _id: u64) -> io::Result<()> {
+        Ok(())
+    }
+
     fn next_revocation(&self) -> Option<u64> {
         loop {
             std::thread::park();

@@ -156,7 +156,7 @@ struct Device<H> {
     config: ConfigSpace,
     has_tag: bool,
     /// By queue, high priority first; set when its worker first sees the ring.
-    rings: Box<[OnceLock<Vring>]>,
+    rings: Arc<[OnceLock<Vring>]>,
     /// Readable once the connection is over. All workers poll it.
     exit: EventFd,
     /// The channel for requests to the frontend. The frontend takes its closing for a failure.
@@ -298,7 +298,7 @@ impl<H: Handler> VhostUserBackend for Device<H> {
 
     fn set_backend_req_fd(&self, backend: Backend) {
         if let Some(window) = &self.window {
-            window.connect(Arc::new(Channel(backend.clone())));
+            window.connect(Arc::new(Channel { backend: backend.clone(), rings: self.rings.clone() }));
         }
         *self.channel.lock() = Some(backend);
     }

@@ -70,10 +70,10 @@ impl PassthroughFs {
         if valid.contains(SetattrValid::SIZE) {
             let kill = self.has(InitFlags::HANDLE_KILLPRIV_V2) && valid.contains(SetattrValid::KILL_SUIDGID);
             cred::keep_setid(!kill);
-            match valid.contains(SetattrValid::FH) {
-                true => ftruncate(self.handles.get(node, a.fh)?.fd(), a.size)?,
-                false => sys::truncate(FdPath::new(fd).as_cstr(), a.size)?,
-            }
+            self.changing(node, || match valid.contains(SetattrValid::FH) {
+                true => ftruncate(self.handles.get(node, a.fh)?.fd(), a.size),
+                false => sys::truncate(FdPath::new(fd).as_cstr(), a.size),
+            })?;
             self.drop_capability(fd);
         }
         if valid.intersects(SetattrValid::ATIME | SetattrValid::MTIME) {

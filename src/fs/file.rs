@@ -79,7 +79,8 @@ impl PassthroughFs {
             return Err(Errno::BADF);
         }
         cred::keep_setid(open.open_flags & OPEN_KILL_SUIDGID == 0);
-        let file = self.try_open(open.flags, |flags| inode.open(&self.places, flags))?;
+        let try_open = || self.try_open(open.flags, |flags| inode.open(&self.places, flags));
+        let file = if open.flags & libc::O_TRUNC as u32 != 0 { self.changing(node, try_open) } else { try_open() }?;
         if open.flags & libc::O_TRUNC as u32 != 0 {
             inode.tell_size(0);
             self.drop_capability(file.as_fd());
@@ -171,7 +172,8 @@ impl Files for PassthroughFs {
         cred::keep_setid(!kill);
         let cached = write.write_flags & WRITE_CACHE != 0;
         let append = write.flags & libc::O_APPEND as u32 != 0 && !cached;
-        let n = sys::pwritev(handle.fd(), from, write.offset, if append { libc::RWF_APPEND } else { 0 })?;
+        let flags = if append { libc::RWF_APPEND } else { 0 };
+        let n = self.changing(node, || sys::pwritev(handle.fd(), from, write.offset, flags))?;
         if !cached {
             self.drop_capability(handle.fd());
         }
@@ -204,7 +206,8 @@ impl Files for PassthroughFs {
         self.writable()?;
         cred::keep_setid(true);
         let mode = FallocateFlags::from_bits(a.mode).ok_or(Errno::OPNOTSUPP)?;
-        fallocate(self.handles.get(node, a.fh)?.fd(), mode, a.offset, a.length)
+        let handle = self.handles.get(node, a.fh)?;
+        self.changing(node, || fallocate(handle.fd(), mode, a.offset, a.length))
     }
 
     fn lseek(&self, node: u64, fh: u64, offset: u64, whence: u32) -> Result<u64> {
@@ -226,7 +229,7 @@ impl Files for PassthroughFs {
         cred::keep_setid(true);
         let (mut off_in, mut off_out) = (a.off_in, a.off_out);
         let len = usize::try_from(a.len).map_err(|_| Errno::INVAL)?;
-        copy_file_range(from.fd(), Some(&mut off_in), to.fd(), Some(&mut off_out), len)
+        self.changing(a.nodeid_out, || copy_file_range(from.fd(), Some(&mut off_in), to.fd(), Some(&mut off_out), len))
     }
 
     fn syncfs(&self, node: u64) -> Result<()> {

@@ -38,6 +38,14 @@ impl PassthroughFs {
         if worth { ATTR_DAX } else { 0 }
     }
 
+    /// See [`Window::changing`].
+    pub(super) fn changing<R>(&self, node: u64, change: impl FnOnce() -> R) -> R {
+        match &self.window {
+            Some(window) => window.changing(node, change),
+            None => change(),
+        }
+    }
+
     /// Brings what the guest wrote by its mappings to the file, where it is not there at once.
     pub(super) fn sync_mappings(&self, node: u64) -> Result<()> {
         self.window.as_ref().map_or(Ok(()), |window| window.sync(node))
@@ -91,6 +99,10 @@ impl Source for Opener {
     fn facts(&self) -> Result<Facts> {
         cred::enter_thread(self.proc_self_fd.as_fd());
         let st = self.inode.with_fd(&self.places, |fd| stat(fd, c""))?;
-        Ok(Facts { shrunk: st.stx_size < self.inode.told_size(), executable: u32::from(st.stx_mode) & EXECUTE != 0 })
+        Ok(Facts {
+            size: st.stx_size,
+            told_size: self.inode.told_size(),
+            executable: u32::from(st.stx_mode) & EXECUTE != 0,
+        })
     }
 }

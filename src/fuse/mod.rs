@@ -315,7 +315,13 @@ impl<F: FileSystem> Server<F> {
                 fs.interrupt(args.unique);
                 return Ok(Done::Silent);
             }
-            Opcode::Destroy => self.reset(),
+            Opcode::Destroy => {
+                self.reset();
+                // The last word: QEMU may stop the device right after it, and must not be asked for anything then.
+                if let Ok(hand) = fs.removemapping(&[]) {
+                    return Ok(Done::Hand(hand));
+                }
+            }
             Opcode::Setupmapping => return Ok(Done::Hand(fs.setupmapping(node, &request.take()?)?)),
             Opcode::Removemapping => {
                 let args: RemovemappingIn = request.take()?;

@@ -36,7 +36,16 @@ const ALLOWED: &[&[c_long]] = &[
     // To make, remove and rename them.
     &[SYS_mkdirat, SYS_mknodat, SYS_symlinkat, SYS_linkat, SYS_unlinkat, SYS_renameat2],
     // To change their contents and attributes.
-    &[SYS_fsync, SYS_fdatasync, SYS_syncfs, SYS_fallocate, SYS_truncate, SYS_ftruncate, SYS_fadvise64],
+    &[
+        SYS_fsync,
+        SYS_fdatasync,
+        SYS_sync_file_range,
+        SYS_syncfs,
+        SYS_fallocate,
+        SYS_truncate,
+        SYS_ftruncate,
+        SYS_fadvise64,
+    ],
     &[SYS_fchmod, SYS_fchmodat, SYS_FCHMODAT2, SYS_fchown, SYS_fchownat, SYS_utimensat, SYS_flock],
     &[SYS_getxattr, SYS_lgetxattr, SYS_fgetxattr, SYS_setxattr, SYS_lsetxattr, SYS_fsetxattr],
     &[SYS_listxattr, SYS_llistxattr, SYS_flistxattr, SYS_removexattr, SYS_lremovexattr, SYS_fremovexattr],

@@ -7,18 +7,27 @@ use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::Receiver;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
 use super::proxy::Kind;
-use super::{Frontend, RANGE, Shared, Source, StandIns};
+use super::{Copy, Frontend, RANGE, Shared, Source, StandIns, sys};
 use crate::fuse::ops::{Answer, Result};
 
-/// For so long after a revocation a file's own pages are not mapped again: the truncation that it made room for goes on
-/// within the guard's deadline of 2 s.
-const QUARANTINE: Duration = Duration::from_secs(3);
+/// How often there is something to look after while a file has copies: what the guest wrote to them is to reach the host
+/// soon, and where it can lose to a change by the host, little; and after a truncation the file's own pages are to come back
+/// as long as the guest can take that for a part of it.
+const TICK: Duration = Duration::from_millis(50);
+
+/// For so long after a revocation the file's own pages are tried again: the guard lets a truncation go on after 2 s, and the
+/// window process then calls it over.
+const REVOKED: Duration = Duration::from_secs(5);
+
+/// How often it is tried whether a stopped device runs again.
+const STOPPED: Duration = Duration::from_millis(2);
 
 pub enum Job {
     Map {
@@ -73,6 +82,11 @@ impl File {
     fn new(source: Arc<dyn Source>) -> Self {
         Self { source, through: None, cached: None, live: 0 }
     }
+
+    /// What the guest may have written to.
+    fn copy(&self) -> Option<&StandIn> {
+        self.cached.as_ref().filter(|copy| copy.writable)
+    }
 }
 
 pub struct Mapper {
@@ -81,7 +95,7 @@ pub struct Mapper {
     mappings: Box<[Option<Mapping>]>,
     /// By nodeid.
     known: HashMap<u64, File>,
-    /// When nodes were revoked, if that was a moment ago.
+    /// When nodes were revoked whose own pages are not back.
     revoked: HashMap<u64, Instant>,
     next_id: u64,
 }
@@ -93,23 +107,49 @@ impl Mapper {
     }
 
     pub fn run(mut self, jobs: Receiver<Job>) {
-        for job in jobs {
+        loop {
+            let job = match self.needs_care() {
+                true => jobs.recv_timeout(TICK),
+                false => jobs.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            };
             match job {
-                Job::Map { ranges, from, writable, node, source, answer } => {
-                    let start = Instant::now();
-                    let done = self.map(ranges, from, writable, node, source);
-                    let live = self.shared.live.load(Ordering::Relaxed);
-                    tracing::trace!(node, from, live, us = start.elapsed().as_micros(), "mapped");
-                    answer(done.inspect_err(|errno| tracing::debug!(node, from, "not mapped: {errno}")));
-                }
-                Job::Unmap { ranges, answer } => {
-                    ranges.into_iter().flatten().for_each(|range| self.unmap(range));
-                    answer(Ok(()));
-                }
-                Job::Reset => self.reset(),
-                Job::Revoke { id } => self.revoke(id),
+                Ok(job) => self.work(job),
+                Err(RecvTimeoutError::Timeout) => self.care(),
+                Err(RecvTimeoutError::Disconnected) => return,
             }
         }
+    }
+
+    fn work(&mut self, job: Job) {
+        match job {
+            Job::Map { ranges, from, writable, node, source, answer } => {
+                let start = Instant::now();
+                let done = self.map(ranges, from, writable, node, source);
+                let live = self.shared.live.load(Ordering::Relaxed);
+                tracing::trace!(node, from, live, us = start.elapsed().as_micros(), "mapped");
+                answer(done.inspect_err(|errno| tracing::debug!(node, from, "not mapped: {errno}")));
+            }
+            Job::Unmap { ranges, answer } => {
+                ranges.into_iter().flatten().for_each(|range| self.unmap(range));
+                answer(Ok(()));
+            }
+            Job::Reset => self.reset(),
+            Job::Revoke { id } => self.revoke(id),
+        }
+    }
+
+    fn needs_care(&self) -> bool {
+        !self.revoked.is_empty() || self.known.values().any(|file| file.copy().is_some())
+    }
+
+    fn care(&mut self) {
+        for copy in self.known.values().filter_map(File::copy) {
+            // What cannot be written is for the guest's fsync to hear of.
+            let _ = sys::write_back(copy.fd.as_fd());
+        }
+        let nodes: Vec<u64> = self.revoked.keys().copied().collect();
+        nodes.into_iter().for_each(|node| self.restore(node));
+        self.revoked.retain(|_, at| at.elapsed() < REVOKED);
     }
 
     fn map(
@@ -120,7 +160,8 @@ impl Mapper {
         node: u64,
         source: Arc<dyn Source>,
     ) -> Result<()> {
-        self.known.entry(node).or_insert_with(|| File::new(source));
+        // Counted, so that the file stays known even between two of its mappings.
+        self.known.entry(node).or_insert_with(|| File::new(source)).live += 1;
         let done = ranges
             .clone()
             .zip((from..).step_by(RANGE as usize))
@@ -128,7 +169,7 @@ impl Mapper {
         if done.is_err() {
             ranges.for_each(|range| self.unmap(range));
         }
-        self.forget_unused(node);
+        self.let_go(node);
         done
     }
 
@@ -143,15 +184,20 @@ impl Mapper {
 
     /// What to map for `want`: the file's own pages where that is safe.
     fn stand_in(&mut self, want: Mapping) -> Result<StandIn> {
-        self.revoked.retain(|_, at| at.elapsed() < QUARANTINE);
         if !self.revoked.contains_key(&want.node)
             && let Some(through) = self.through(want)?
-            // Asked when the guard is there already, so that the answer holds.
-            && !self.file(want.node)?.source.facts()?.shrunk
+            && self.is_whole(want)?
         {
             return Ok(through);
         }
         self.cached(want)
+    }
+
+    /// Whether the guest knows better than to touch the range where the file has no pages. To be asked when the guard is
+    /// there, so that the answer holds.
+    fn is_whole(&mut self, want: Mapping) -> Result<bool> {
+        let facts = self.file(want.node)?.source.facts()?;
+        Ok(facts.size >= facts.told_size || want.from + RANGE <= facts.size)
     }
 
     fn through(&mut self, want: Mapping) -> Result<Option<StandIn>> {
@@ -171,7 +217,7 @@ impl Mapper {
         };
         // Where the guard is not, the host could not execute a file that is mapped like this.
         if !stand_in.guarded && !want.writable && source.facts()?.executable {
-            if self.file(want.node)?.live == 0 {
+            if !self.is_mapped(want.node, Kind::Through) {
                 self.file(want.node)?.through = None;
             }
             return Ok(None);
@@ -204,7 +250,7 @@ impl Mapper {
             Kind::Through => file.through = Some(stand_in.clone()),
             Kind::Cached => {
                 file.cached = Some(stand_in.clone());
-                self.shared.cached.insert(node, stand_in.fd.clone());
+                self.shared.copies.insert(node, Copy { id, file: stand_in.fd.clone() });
             }
         }
         Ok(stand_in)
@@ -243,22 +289,30 @@ impl Mapper {
             }
         }
         self.shared.live.fetch_sub(1, Ordering::Relaxed);
-        if let Ok(file) = self.file(mapping.node) {
-            file.live -= 1;
-        }
-        self.forget_unused(mapping.node);
+        self.let_go(mapping.node);
+    }
+
+    fn is_mapped(&self, node: u64, kind: Kind) -> bool {
+        self.mappings.iter().flatten().any(|mapping| mapping.node == node && mapping.kind == kind)
+    }
+
+    fn mapped(&self, node: u64, kind: Kind) -> Vec<(usize, Mapping)> {
+        let of = |mapping: &Option<Mapping>| mapping.filter(|m| m.node == node && m.kind == kind);
+        self.mappings.iter().enumerate().filter_map(|(range, mapping)| Some((range, of(mapping)?))).collect()
     }
 
     fn file(&mut self, node: u64) -> Result<&mut File> {
         self.known.get_mut(&node).ok_or(Errno::STALE)
     }
 
-    fn forget_unused(&mut self, node: u64) {
-        if self.known.get(&node).is_none_or(|file| file.live > 0) {
-            return;
+    /// Counts one mapping less, and with the last one closes the stand-ins.
+    fn let_go(&mut self, node: u64) {
+        let Ok(file) = self.file(node) else { return };
+        file.live -= 1;
+        if file.live == 0 {
+            self.shared.copies.remove(&node);
+            self.known.remove(&node);
         }
-        self.shared.cached.remove(&node);
-        self.known.remove(&node);
     }
 
     fn reset(&mut self) {
@@ -275,29 +329,72 @@ impl Mapper {
         let of = |file: &File| file.through.as_ref().is_some_and(|stand_in| stand_in.id == id);
         let Some((&node, _)) = self.known.iter().find(|(_, file)| of(file)) else { return };
         self.revoked.insert(node, Instant::now());
-        let own = |mapping: &Option<Mapping>| mapping.filter(|m| m.node == node && m.kind == Kind::Through);
-        let mapped: Vec<_> =
-            self.mappings.iter().enumerate().filter_map(|(range, mapping)| Some((range, own(mapping)?))).collect();
+        let mapped = self.mapped(node, Kind::Through);
         tracing::debug!(node, "a truncation on the host takes {} mappings away", mapped.len());
-        // Kept until the last mapping is there again.
         let Ok(file) = self.file(node) else { return };
+        // Until the last mapping is there again.
         file.live += 1;
         file.through = None;
         for (range, mapping) in mapped {
-            let stand_in = self.cached(Mapping { writable: false, ..mapping });
-            self.unmap(range);
-            if let Err(errno) = stand_in.and_then(|stand_in| self.put(range, mapping, &stand_in)) {
-                tracing::warn!("a mapping that a truncation on the host took away cannot be replaced: {errno}");
-            }
+            let copy = self.cached(Mapping { writable: false, ..mapping });
+            self.replace(range, mapping, copy);
         }
-        if let Ok(file) = self.file(node) {
-            file.live -= 1;
-        }
-        self.forget_unused(node);
+        self.let_go(node);
     }
 
+    /// Brings the file's own pages back where a truncation has left all of a range, once it is over.
+    fn restore(&mut self, node: u64) {
+        let Ok(file) = self.file(node) else {
+            self.revoked.remove(&node);
+            return;
+        };
+        let copy = file.copy().cloned();
+        let mapped = self.mapped(node, Kind::Cached);
+        let Some((_, first)) = mapped.first() else { return };
+        // Else it is not over.
+        let Ok(Some(through)) = self.through(*first) else { return };
+        self.revoked.remove(&node);
+        if let Some(copy) = copy {
+            let _ = sys::write_back(copy.fd.as_fd());
+        }
+        let size = self.file(node).and_then(|file| file.source.facts()).map_or(0, |facts| facts.size);
+        let (whole, cut): (Vec<_>, Vec<_>) = mapped.into_iter().partition(|(_, m)| m.from + RANGE <= size);
+        tracing::debug!(
+            node,
+            "a truncation on the host leaves {} mappings of {}",
+            whole.len(),
+            whole.len() + cut.len()
+        );
+        for (range, mapping) in whole {
+            self.replace(range, mapping, Ok(through.clone()));
+        }
+        if !self.is_mapped(node, Kind::Through)
+            && let Ok(file) = self.file(node)
+        {
+            file.through = None;
+        }
+    }
+
+    fn replace(&mut self, range: usize, mapping: Mapping, stand_in: Result<StandIn>) {
+        if let Ok(file) = self.file(mapping.node) {
+            file.live += 1;
+        }
+        self.unmap(range);
+        if let Err(errno) = stand_in.and_then(|stand_in| self.put(range, mapping, &stand_in)) {
+            tracing::warn!("a mapping that a truncation on the host took away cannot be replaced: {errno}");
+        }
+        self.let_go(mapping.node);
+    }
+
+    /// The frontend, once its device runs: QEMU 11.1 crashes at a request for one that is stopped.
     fn frontend(&self) -> Result<Arc<dyn Frontend>> {
-        self.shared.frontend.lock().clone().ok_or(Errno::NODEV)
+        loop {
+            let frontend = self.shared.frontend.lock().clone().ok_or(Errno::NODEV)?;
+            if frontend.is_running() {
+                return Ok(frontend);
+            }
+            thread::sleep(STOPPED);
+        }
     }
 }
 

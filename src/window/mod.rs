@@ -11,7 +11,7 @@ mod sys;
 mod tests;
 
 use std::io;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
@@ -43,6 +43,8 @@ const COMMIT: Duration = Duration::from_millis(250);
 
 /// The frontend, which has the guest's memory. `at` and `len`: bytes in the region.
 pub trait Frontend: Send + Sync {
+    /// Whether the device is started.
+    fn is_running(&self) -> bool;
     fn map(&self, at: u64, len: u64, file: BorrowedFd, from: u64, writable: bool) -> io::Result<()>;
     fn unmap(&self, at: u64, len: u64) -> io::Result<()>;
 }
@@ -57,8 +59,10 @@ pub trait Source: Send + Sync {
 /// See [`Source::facts`].
 #[derive(Clone, Copy, Debug)]
 pub struct Facts {
-    /// The guest may take the file to be longer than it is, and so touch what a mapping of it has no pages for.
-    pub shrunk: bool,
+    /// In bytes.
+    pub size: u64,
+    /// What the guest takes it to be, at most: beyond `size` it may touch what a mapping has no pages for.
+    pub told_size: u64,
     /// It has an execute bit.
     pub executable: bool,
 }
@@ -66,12 +70,17 @@ pub struct Facts {
 /// Makes the files that the frontend can map; see [`Proxy`].
 pub trait StandIns: Send + Sync {
     fn open(&self, id: u64, kind: Kind, real: BorrowedFd) -> io::Result<Opened>;
+    fn invalidate(&self, id: u64) -> io::Result<()>;
     fn next_revocation(&self) -> Option<u64>;
 }
 
 impl StandIns for Proxy {
     fn open(&self, id: u64, kind: Kind, real: BorrowedFd) -> io::Result<Opened> {
         Proxy::open(self, id, kind, real)
+    }
+
+    fn invalidate(&self, id: u64) -> io::Result<()> {
+        Proxy::invalidate(self, id)
     }
 
     fn next_revocation(&self) -> Option<u64> {
@@ -84,6 +93,7 @@ pub struct Window {
     size: u64,
     jobs: Sender<Job>,
     shared: Arc<Shared>,
+    files: Arc<dyn StandIns>,
 }
 
 /// What the mapper shares with the other threads. No lock here is held during a call to the frontend.
@@ -94,8 +104,14 @@ struct Shared {
     announced: AtomicBool,
     commits: Commits,
     live: AtomicUsize,
-    /// Of files whose mappings are not the file's own pages: what writes the guest's changes back, by nodeid.
-    cached: DashMap<u64, Arc<OwnedFd>>,
+    /// By nodeid.
+    copies: DashMap<u64, Copy>,
+}
+
+/// The stand-in of a file whose mappings are not the file's own pages.
+struct Copy {
+    id: u64,
+    file: Arc<OwnedFd>,
 }
 
 impl Window {
@@ -105,14 +121,14 @@ impl Window {
         let shared = Arc::new(Shared::default());
         let mapper = Mapper::new((size / RANGE) as usize, shared.clone(), files.clone());
         thread::Builder::new().name("thruway-mapper".into()).spawn(move || mapper.run(queue))?;
-        let revoke = jobs.clone();
+        let (revoke, revoked) = (jobs.clone(), files.clone());
         thread::Builder::new().name("thruway-revoke".into()).spawn(move || {
-            while let Some(id) = files.next_revocation() {
+            while let Some(id) = revoked.next_revocation() {
                 let _ = revoke.send(Job::Revoke { id });
             }
             tracing::error!("the window process ended: no file is mapped any more, restart the daemon");
         })?;
-        Ok(Arc::new(Self { size, jobs, shared }))
+        Ok(Arc::new(Self { size, jobs, shared, files }))
     }
 
     /// In bytes. The frontend that asks will map.
@@ -189,8 +205,21 @@ impl Window {
 
     /// Brings what the guest wrote in place to the file where its mappings are not the file's own pages.
     pub fn sync(&self, node: u64) -> Result<()> {
-        let Some(file) = self.shared.cached.get(&node).map(|file| file.clone()) else { return Ok(()) };
+        let Some(file) = self.shared.copies.get(&node).map(|copy| copy.file.clone()) else { return Ok(()) };
         rustix::fs::fdatasync(file)
+    }
+
+    /// Runs what changes a file's contents other than in place, such that the guest sees one file: what it wrote in place
+    /// comes before, and what it reads there is read anew.
+    pub fn changing<R>(&self, node: u64, change: impl FnOnce() -> R) -> R {
+        let copy = self.shared.copies.get(&node).map(|copy| (copy.id, copy.file.clone()));
+        let Some((id, file)) = copy else { return change() };
+        let _ = sys::write_back(file.as_fd());
+        let changed = change();
+        if let Err(e) = self.files.invalidate(id) {
+            tracing::warn!("the guest may see old contents of a mapped file: {e}");
+        }
+        changed
     }
 
     fn ranges(&self, at: u64, len: u64) -> Result<std::ops::Range<usize>> {

@@ -53,6 +53,13 @@ pub fn backing_open(fuse: BorrowedFd, file: BorrowedFd) -> io::Result<i32> {
     check(unsafe { libc::ioctl(fuse.as_raw_fd(), BACKING_OPEN as _, &raw const map) })
 }
 
+/// Writes the dirty pages of a file, without a flush of what is below.
+pub fn write_back(file: BorrowedFd) -> io::Result<()> {
+    let flags = libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE | libc::SYNC_FILE_RANGE_WAIT_AFTER;
+    // SAFETY: it takes no pointer.
+    check(unsafe { libc::sync_file_range(file.as_raw_fd(), 0, 0, flags) }).map(drop)
+}
+
 /// Takes the number back. Open files keep the backing file.
 pub fn backing_close(fuse: BorrowedFd, id: i32) -> io::Result<()> {
     // SAFETY: the request reads the one integer that it is given.

@@ -17,6 +17,10 @@ struct Taken {
 struct FakeFrontend(Arc<Taken>, Arc<Made>);
 
 impl Frontend for FakeFrontend {
+    fn is_running(&self) -> bool {
+        true
+    }
+
     fn map(&self, at: u64, len: u64, file: BorrowedFd, _from: u64, _writable: bool) -> io::Result<()> {
         assert_eq!(len, RANGE);
         self.0.calls.fetch_add(1, Ordering::Relaxed);
@@ -59,6 +63,10 @@ impl StandIns for Made {
         Ok(Opened { fd: fd.into(), guarded: self.guarded })
     }
 
+    fn invalidate(&self, _id: u64) -> io::Result<()> {
+        Ok(())
+    }
+
     fn next_revocation(&self) -> Option<u64> {
         loop {
             thread::park();
@@ -84,7 +92,7 @@ impl Source for FakeSource {
     }
 
     fn facts(&self) -> Result<Facts> {
-        Ok(Facts { shrunk: self.shrunk, executable: self.executable })
+        Ok(Facts { size: if self.shrunk { 0 } else { 1 << 40 }, told_size: 1 << 30, executable: self.executable })
     }
 }
 

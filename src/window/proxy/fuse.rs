@@ -7,6 +7,7 @@ use std::sync::Arc;
 use rustix::io::{Errno, ReadWriteFlags, pread, pwritev2};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
+use super::nodes::Node;
 use super::process::Shared;
 use crate::fuse::abi::*;
 
@@ -174,7 +175,11 @@ fn read<'a>(shared: &Shared, nodeid: u64, body: &[u8], out: &'a mut [u8]) -> Rep
 /// and the write can be undone by it.
 fn write<'a>(shared: &Shared, nodeid: u64, body: &[u8], out: &'a mut [u8]) -> Reply<'a> {
     let (args, data): (WriteIn, _) = args(body)?;
-    let file = real(shared, nodeid)?;
+    let node = |node: &mut Node| (Arc::clone(&node.real), node.outdated);
+    let (file, outdated) = shared.nodes.with(nodeid, node).ok_or(Errno::BADF)?;
+    if outdated {
+        return put(out, &WriteOut { size: args.size, padding: 0 });
+    }
     let mut data = data.get(..args.size as usize).ok_or(Errno::INVAL)?;
     let room = (rustix::fs::fstat(&file)?.st_size as u64).saturating_sub(args.offset);
     data = &data[..data.len().min(usize::try_from(room).unwrap_or(usize::MAX))];

@@ -404,7 +404,11 @@ pub fn watch(shared: &Shared, watch: &Watch) {
         let files: HashSet<Option<FileId>> = changed.map(|e| FileId::of(e.file.as_ref()?).ok()).collect();
         let nodes: HashSet<u64> = files.into_iter().flat_map(|file| shared.nodes.cached(file)).collect();
         for nodeid in nodes {
+            // A dirty page is old but for what the guest stored in it since it was written back last, moments ago: that
+            // is lost to the host's change, which would else be lost to the page.
+            shared.nodes.with(nodeid, |node| node.outdated = true);
             let _ = fuse::invalidate(&shared.fuse, nodeid);
+            shared.nodes.with(nodeid, |node| node.outdated = false);
         }
     }
 }

@@ -34,6 +34,8 @@ pub struct Node {
     /// The number of the backing file, of a Through one.
     pub backing: Option<i32>,
     pub marked: bool,
+    /// What its pages have is out of date: writes are let go.
+    pub outdated: bool,
     /// The daemon was asked to drop it.
     revoked: bool,
     opens: u32,
@@ -71,7 +73,7 @@ impl Nodes {
 
     /// Enters a node as open once.
     pub fn insert(&self, nodeid: u64, file: FileId, real: Arc<OwnedFd>, backing: Option<i32>) {
-        let node = Node { real, file, backing, marked: false, revoked: false, opens: 1 };
+        let node = Node { real, file, backing, marked: false, outdated: false, revoked: false, opens: 1 };
         self.0.lock().insert(nodeid, node);
     }
 
