@@ -4,12 +4,12 @@
 # What virtiofsd passes, and so what is asked at least.
 pjdfstest_passed=382
 
-# pjdfstest_run NAME KIND DAEMON: the results into $work/NAME.results, lines of a test and its result.
+# pjdfstest_run NAME KIND DAEMON [BOOT-ARGUMENT...]: the results into $work/NAME.results, lines of a test and its result.
 pjdfstest_run() {
     local name=$1 kind=$2 status=0
     make_share "$name"
     "$boot" --kind "$kind" --log-dir "$work/$name.logs" --daemon "$3" --daemon-args --posix-acl \
-        --share "s=$work/$name" "$guest_dir/pjdfstest.sh" 2>&1 | sed 's/\x1b\[[0-9;]*m//g' | tee "$work/$name.out" || status=$?
+        --share "s=$work/$name" "${@:4}" "$guest_dir/pjdfstest.sh" 2>&1 | sed 's/\x1b\[[0-9;]*m//g' | tee "$work/$name.out" || status=$?
     # A test that fails makes the suite's status 1; anything else is no result.
     ((status <= 1)) || fail "the guest '$name' ended with status $status"
     sed -nE 's/^([a-z0-9_:]+) +(ok|FAILED|skipped|expected_failure)$/\1 \2/p' "$work/$name.out" | sort >"$work/$name.results"
@@ -89,8 +89,8 @@ fio_case() {
     guest fio --kind "$kind" --timeout 3600 --share "s=$work/share" --daemon-args --allow-direct-io "$guest_dir/fio.sh" "$@"
 }
 
-case_fio_uml() { fio_case uml "$(pick 8 128)"; }
-case_fio_qemu() { fio_case qemu "$(pick 2 32)"; }
+case_fio_uml() { fio_case uml "$(pick 8 128)" 'psync libaio io_uring' '4k 64k 1M'; }
+case_fio_qemu() { fio_case qemu "$(pick 2 32)" 'psync libaio io_uring' '4k 64k 1M'; }
 
 # These for a minute each in a soak, the others for some seconds.
 main_stressors='dir dentry link symlink rename fallocate flock xattr utime getdent iomix'

@@ -27,7 +27,7 @@ trap 'exit 143' TERM INT
 
 # What the daemons said beyond their greetings comes first.
 fail() {
-    grep -vE 'imit of open files| of open file| INFO |deprecated' "$work"/daemons.logs/*.log 2>/dev/null || true
+    grep -vE 'imit of open files| of open file| INFO |DEBUG session| TRACE |deprecated' "$work"/daemons.logs/*.log 2>/dev/null || true
     printf 'failed: %s\n' "$*"
     exit 1
 }

@@ -1,0 +1,185 @@
+#!/usr/bin/python3
+"""The host changes files that are mapped: dax-host.py MODE TRUNCATIONS."""
+
+import os
+import random
+import signal
+import sys
+
+sys.path.insert(0, "/host")
+from window import *
+
+mode, truncations = sys.argv[1], int(sys.argv[2])
+SIZE, KEPT = 2 * RANGE, RANGE + 5000
+# Within this a guest sees what the host did, whatever it had mapped: the attributes' second, and what is mapped in place of
+# a truncated file's pages for 3 s.
+SEEN = 6
+# No guard may hold a host process for longer: its deadline of 2 s, and as much again for a busy machine.
+FROZEN = 4
+
+
+def make(name, size=SIZE, seed=1):
+    write(f"{MEET}/new", pattern(size, seed))
+    host(f"cp ../meet/new {name}.new && mv {name}.new {name}")
+    time.sleep(SETTLED)
+    return f"{S}/{name}"
+
+
+def timed(command):
+    """On the host; it must not be held for long."""
+    took = float(host(f"TIMEFORMAT=%R; time {{ {command}; }}").split()[-1])
+    assert took < FROZEN, f"{command}: the host's process waited {took} s"
+    return took
+
+
+def seen(what, function, due):
+    start = time.monotonic()
+    while (got := function()) != due:
+        assert time.monotonic() - start < SEEN, f"{what}: {str(got)[:60]} where {str(due)[:60]} is due after {SEEN} s"
+        time.sleep(0.1)
+    print(f"ok {what} is seen after {time.monotonic() - start:.1f} s", flush=True)
+
+
+def each_page(view):
+    """The first bytes of every page; and with it, each is mapped."""
+    return b"".join(view[at : at + 8] for at in range(0, len(view), 4096))
+
+
+def firsts(data):
+    return b"".join(data[at : at + 8] for at in range(0, len(data), 4096))
+
+
+def dies_by_sigbus(view, at):
+    pid = os.fork()
+    if pid == 0:
+        view[at]
+        os._exit(0)
+    status = os.waitpid(pid, 0)[1]
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGBUS, f"a look past the end: status {status}"
+
+
+def truncated(command, left):
+    """The guest sees what is left, and zeroes up to the size that it knows; then the new size; then what the host writes."""
+    path, old = make("truncated"), pattern(SIZE)
+    with mapped(path, SIZE, writable=True) as view:
+        equal(each_page(view), firsts(old))
+        view[0:8] = b"mapped00"
+        due = b"mapped00"[:left] + old[8:left]
+        took = timed(command.format("truncated"))
+        got = view[:]
+        assert got[:left] == due, "what is left is not what it was"
+        assert not any(got[left:]), f"not zeroes past the end, but {bytes(b for b in got[left:] if b)[:8]}"
+        # It is the guest's own matter to write there; the file does not grow by it.
+        view[SIZE - 8 :] = b"nowhere!"
+        seen(f"the size after {command}", lambda: os.stat(path).st_size, left)
+        dies_by_sigbus(view, SIZE - 8)
+        assert read(path) == due, "read(2) gives other contents"
+        equal(host_number("stat -c %s truncated"), left)
+        if left:
+            host("printf afterwards | dd of=truncated bs=1 conv=notrunc status=none")
+            seen("what the host wrote then", lambda: view[:10], b"afterwards")
+        host("printf further >>truncated")
+        whole = (b"afterwards" + due[10:] if left else b"") + b"further"
+        seen("what the host appended", lambda: read(path), whole)
+        seen("the same by mmap", lambda: read_mapped(path), whole)
+        # And by the old mapping, which the guest keeps over all this.
+        equal(view[: len(whole)], whole)
+        view[left : left + 7] = b"FURTHER"
+        view.flush()
+        equal(host("tail -c 7 truncated"), "FURTHER")
+    print(f"the host's process took {took:.3f} s for {command}", flush=True)
+
+
+def unlinked():
+    path = make("unlinked")
+    with mapped(path, SIZE, writable=True) as view:
+        equal(each_page(view), firsts(pattern(SIZE)))
+        timed("rm unlinked")
+        equal(each_page(view), firsts(pattern(SIZE)))
+        view[KEPT : KEPT + 8] = b"unlinked"
+        drop_caches()
+        equal(view[KEPT : KEPT + 8], b"unlinked")
+        seen("the removal", lambda: os.path.exists(path), False)
+        equal(each_page(view), firsts(pattern(SIZE)[:KEPT] + b"unlinked" + pattern(SIZE)[KEPT + 8 :]))
+
+
+def renamed():
+    path = make("old")
+    with mapped(path, SIZE, writable=True) as view:
+        view[0:8] = b"mapped00"
+        timed("mv old renamed")
+        view[8:16] = b"mapped01"
+        seen("the new name", lambda: os.path.exists(f"{S}/renamed") and not os.path.exists(path), True)
+        equal(read(f"{S}/renamed")[:16], b"mapped00mapped01")
+        equal(host("head -c 16 renamed"), "mapped00mapped01")
+        drop_caches()
+        equal(each_page(view)[16:], firsts(pattern(SIZE))[16:])
+
+
+def replaced():
+    """As editors do: the mapping keeps the old file, an open gets the new one."""
+    path = make("replaced")
+    with mapped(path, SIZE, writable=True) as view:
+        equal(each_page(view), firsts(pattern(SIZE)))
+        make("replaced", RANGE + 1, 9)
+        seen("the new file", lambda: read_mapped(path) == pattern(RANGE + 1, 9), True)
+        equal(each_page(view), firsts(pattern(SIZE)))
+        view[0:8] = b"old file"
+        drop_caches()
+        equal(view[0:8], b"old file")
+        assert read(path) == pattern(RANGE + 1, 9), "a write by the old file's mapping is in the new file"
+
+
+def under_load(command):
+    """Truncated again and again, while two processes read and write every page; the length is the host's alone."""
+    path = make("load")
+    rng = random.Random(3)
+    with mapped(path, SIZE, writable=True) as view:
+        fd = os.open(path, os.O_RDWR)
+
+        def reads():
+            each_page(view)
+            # read(2) by the mapping, whatever size the guest knows.
+            os.pread(fd, RANGE, rng.randrange(SIZE))
+
+        def writes():
+            for at in range(64, SIZE, 4096):
+                view[at : at + 4] = b"load"
+
+        with Busy(reads, "reads") as reader, Busy(writes, "writes") as writer:
+            slowest = 0
+            for turn in range(truncations):
+                size = rng.randrange(SIZE)
+                slowest = max(slowest, timed(command.format(size=size)))
+                equal((turn, host_number("stat -c %s load")), (turn, size))
+                timed(f"truncate -s {SIZE} load")
+                equal((turn, host_number("stat -c %s load")), (turn, SIZE))
+            reads_done, writes_done = reader.rounds(), writer.rounds()
+        os.close(fd)
+    print(f"{truncations} truncations under {reads_done} rounds of reads and {writes_done} of writes: {slowest:.2f} s at most")
+    host("head -c 9000 /dev/zero | tr '\\0' x >load")
+    # 2 s: what was still to be written back by then is.
+    time.sleep(2)
+    equal(host("tr -d x <load | wc -c && stat -c %s load").split(), ["0", "9000"])
+    seen("the last contents", lambda: read(path), b"x" * 9000)
+    seen("the last contents by mmap", lambda: read_mapped(path), b"x" * 9000)
+    write(path, b"guest", flags=os.O_WRONLY)
+    equal(host("head -c 6 load"), "guestx")
+    host("rm load")
+
+
+mount("meet")
+mount("s", mode)
+steps(
+    (truncated, f"truncate -s {KEPT} {{0}}", KEPT),
+    (truncated, "truncate -s 100 {0}", 100),
+    (truncated, ": >{0}", 0),
+    (unlinked,),
+    (renamed,),
+    (replaced,),
+    (under_load, "truncate -s {size} load"),
+    (under_load, "head -c {size} /dev/urandom >load"),
+)
+umount("s")
+equal(host_number("live_mappings"), 0)
+umount("meet")

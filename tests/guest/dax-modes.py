@@ -1,0 +1,80 @@
+#!/usr/bin/python3
+"""Which files are mapped in which mode, in the shares s and readonly: dax-modes.py."""
+
+import os
+import sys
+
+sys.path.insert(0, "/host")
+from window import *
+
+EROFS = errno.EROFS
+# Against a --dax-min-size of 2 MiB.
+SIZES = {"empty": 0, "small": 1 << 20, "large": 4 << 20, "executable": 4 << 20}
+
+
+def made_by_host():
+    for name, size in SIZES.items():
+        write(f"{MEET}/{name}", pattern(size), 0o755 if name == "executable" else 0o644)
+        host(f"cp -p ../meet/{name} . && cp -p ../meet/{name} ../readonly")
+
+
+def setups():
+    return host_number("requests s Setupmapping")
+
+
+def look(tag, mode, dax):
+    """Of these files statx says DAX, of no other; and they are read and mapped accordingly."""
+    mount(tag, mode)
+    assert not is_dax(f"/mnt/{tag}"), "a directory is DAX"
+    for name, size in SIZES.items():
+        path = f"/mnt/{tag}/{name}"
+        equal((name, is_dax(path)), (name, name in dax))
+        before = setups() if tag == "s" else 0
+        assert read(path) == read_mapped(path) == pattern(size), f"{name}: other contents"
+        if tag == "s":
+            equal((name, setups() > before), (name, name in dax and size > 0))
+    umount(tag)
+
+
+def grown():
+    """A small file that grows is mapped once the guest has forgotten that it was small."""
+    mount("s", "inode")
+    path = f"{S}/grown"
+    write(path, pattern(4096))
+    assert not is_dax(path), "a small file is DAX"
+    write(path, pattern(4 << 20), flags=os.O_WRONLY)
+    drop_caches()
+    os.listdir(S)
+    time.sleep(SETTLED)
+    assert is_dax(path), "a file that has grown is not DAX"
+    assert read(path) == read_mapped(path) == pattern(4 << 20)
+    umount("s")
+
+
+def readonly(mode):
+    mount("readonly", mode)
+    path = "/mnt/readonly/large"
+    refused(EROFS, os.open, path, os.O_RDWR)
+    refused(EROFS, os.truncate, path, 0)
+    refused(EROFS, os.open, f"{path}-new", os.O_WRONLY | os.O_CREAT)
+    due = pattern(SIZES["large"])
+    with mapped(path, len(due)) as view:
+        for page in range(0, len(due), 4096):
+            assert view[page : page + 8] == due[page : page + 8], f"page {page >> 12} has other contents"
+    umount("readonly")
+
+
+mount("meet")
+steps(
+    (made_by_host,),
+    (look, "s", "always", SIZES),
+    (look, "s", "inode", ["large"]),
+    (look, "s", None, ["large"]),
+    (look, "s", "never", []),
+    (look, "readonly", "always", SIZES),
+    (look, "readonly", "inode", []),
+    (grown,),
+    (readonly, "always"),
+    (readonly, "inode"),
+)
+umount("meet")

@@ -1,0 +1,136 @@
+"""What the tests of the DAX window share: the host's help, mounts, mapped files."""
+
+import ctypes
+import mmap
+import os
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+from check import *
+
+S, MEET = "/mnt/s", "/mnt/meet"
+# What the guest maps at a time.
+RANGE = 2 << 20
+STATX_ATTR_DAX = 0x00200000
+# The daemon's attributes hold for 1 s.
+SETTLED = 1.1
+asked = 0
+
+
+def host(command, patience=60):
+    """What the host's shell says to it, in the share's directory."""
+    global asked
+    asked += 1
+    write(f"{MEET}/asking", command.encode())
+    os.rename(f"{MEET}/asking", f"{MEET}/{asked}.ask")
+    answer = f"{MEET}/{asked}.answer"
+    deadline = time.monotonic() + patience
+    while not os.path.exists(answer):
+        assert time.monotonic() < deadline, f"the host is not done after {patience} s: {command[:200]}"
+        time.sleep(0.01)
+    output, _, status = read(answer).decode().rstrip("\n").rpartition("\n")
+    assert status == "0", f"on the host, {command[:200]}: status {status}: {output}"
+    return output
+
+
+def host_number(command):
+    return int(host(command))
+
+
+def mount(tag, mode=None):
+    os.makedirs(f"/mnt/{tag}", exist_ok=True)
+    options = ["-o", f"dax={mode}"] if mode else []
+    done = subprocess.run(["mount", "-t", "virtiofs", *options, tag, f"/mnt/{tag}"], capture_output=True, text=True)
+    assert done.returncode == 0, f"mount {options} {tag}: {done.stderr.strip()}"
+
+
+def umount(tag):
+    done = subprocess.run(["umount", f"/mnt/{tag}"], capture_output=True, text=True)
+    assert done.returncode == 0, f"umount {tag}: {done.stderr.strip()}"
+
+
+def drop_caches():
+    write("/proc/sys/vm/drop_caches", b"3", flags=os.O_WRONLY)
+
+
+def is_dax(path):
+    answer = ctypes.create_string_buffer(256)
+    # 0x7ff: STATX_BASIC_STATS. The attributes are the second 8 bytes.
+    call("statx", AT_FDCWD, os.fsencode(path), 0, 0x7FF, answer)
+    return bool(int.from_bytes(answer.raw[8:16], "little") & STATX_ATTR_DAX)
+
+
+@contextmanager
+def mapped(path, size, writable=False):
+    fd = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+    view = mmap.mmap(fd, size, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+    os.close(fd)
+    try:
+        yield view
+    finally:
+        view.close()
+
+
+def read_mapped(path):
+    size = os.stat(path).st_size
+    if not size:
+        return b""
+    with mapped(path, size) as view:
+        return view[:]
+
+
+class Busy:
+    """A process that does something over and over while the with block runs."""
+
+    def __init__(self, function, name):
+        self.function, self.name = function, name
+        # Byte 0: stop; from 8 on: how often it was done.
+        self.shared = mmap.mmap(-1, mmap.PAGESIZE)
+
+    def rounds(self):
+        return int.from_bytes(self.shared[8:16], "little")
+
+    def __enter__(self):
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                while not self.shared[0]:
+                    self.function()
+                    self.shared[8:16] = (self.rounds() + 1).to_bytes(8, "little")
+                status = 0
+            except BaseException as error:
+                print(f"{self.name}, round {self.rounds()}: {type(error).__name__}: {error}", flush=True)
+            os._exit(status)
+        return self
+
+    def __exit__(self, kind, *_):
+        self.shared[0] = 1
+        # 30 s: a round is over in a moment, also on a busy machine.
+        for _ in range(300):
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                break
+            time.sleep(0.1)
+        else:
+            raise AssertionError(f"{self.name}: hangs in round {self.rounds()}")
+        if kind is None:
+            assert status == 0, f"{self.name}: ended with {os.waitstatus_to_exitcode(status)} in round {self.rounds()}"
+            assert self.rounds() > 0, f"{self.name}: did nothing"
+
+
+def steps(*functions):
+    """Runs each in turn, and ends with its failure or says that all is well."""
+    for function, *arguments in functions:
+        name = " ".join([function.__name__, *map(str, arguments)])
+        start = time.monotonic()
+        try:
+            function(*arguments)
+        except (AssertionError, OSError, ValueError) as error:
+            line = traceback.extract_tb(error.__traceback__)[1:2] or traceback.extract_tb(error.__traceback__)
+            print(f"FAILED {name}: {type(error).__name__}: {error} (line {line[0].lineno}: {line[0].line})", flush=True)
+            sys.exit(1)
+        print(f"ok {name} ({time.monotonic() - start:.1f} s)", flush=True)

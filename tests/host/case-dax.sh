@@ -1,0 +1,310 @@
+# shellcheck shell=bash disable=SC2154  # lib.sh sets them
+# The DAX window: files that a guest maps, in QEMU, with the shares s (which $work/share is) and meet.
+
+# 64 mappings: a window that every case but those under pressure fits in.
+dax_window=("--dax-window=128M,required")
+dax_log=debug dax_arguments=() dax_boot=()
+
+# dax_daemon NAME DIRECTORY ARGUMENT...: one with a window, whose log has the mappings that a session leaves.
+dax_daemon() { start_daemon "$1" "$2" --log-level=$dax_log "${dax_window[@]}" "${@:3}"; }
+
+meet_daemon() { start_daemon "meet${1-}" "$work/meet" --cache=never; }
+
+# start_dax_guest NAME BOOT-ARGUMENT...: as a job, $guest_pid, its output in $work/NAME.out.
+start_dax_guest() {
+    "$boot" --kind qemu --dax --idle 150 --log-dir "$work/$1.logs" --pid-file "$work/$1.pid" --ro-dir "$guest_dir" "${@:2}" \
+        >"$work/$1.out" 2>&1 &
+    guest_pid=$!
+}
+
+# dax_logs_are_clean DIRECTORY: but for warnings that Linux 7.2's DAX gives of itself, when it forgets mapped inodes and when
+# copy_file_range(2) writes to a mapped file.
+dax_logs_are_clean() {
+    sed -i '/WARNING: .* at \(dax_disassociate_entry\|truncate_folio_batch_exceptionals\)/,/end trace/d' "$1/console.log"
+    logs_are_clean "$1"
+}
+
+# finish_dax_guest NAME
+finish_dax_guest() {
+    local status=0
+    wait "$guest_pid" || status=$?
+    cat "$work/$1.out"
+    ((status == 0)) || fail "the guest '$1' ended with status $status"
+    dax_logs_are_clean "$work/$1.logs"
+}
+
+# What a guest may ask for: how often a daemon was asked (for an opcode), and how many stand-ins QEMU has mapped.
+requests() { grep -c "request opcode=Some(${2-}" "$work/daemons.logs/daemon-$1.log" || true; }
+# By their file system, which has no device: with the guest's memory, QEMU's other shared mappings have names.
+stand_ins() { grep -E ' [r-][w-]-s [^ ]+ 00:' "/proc/$(<"$work/$1.pid")/maps" | grep -vE 'memfd:|anon_inode:| /dev/' || true; }
+live_mappings() { stand_ins "$asking" | wc -l; }
+
+# answer_guest NAME PID: does what the guest asks of the host, in the share's directory, until the guest ends.
+answer_guest() {
+    local turn=1 asking=$1
+    while kill -0 "$2" 2>/dev/null; do
+        if [[ -e $work/meet/$turn.ask ]]; then
+            # In the background, so that the guest can be told of what hangs.
+            answer "$work/meet/$turn" &
+            turn=$((turn + 1))
+        fi
+        sleep 0.02
+    done
+}
+
+# answer TURN: its output and its status.
+answer() {
+    local status=0
+    # The guest's own words, and the functions above.
+    (cd "$work/share" && eval "$(<"$1.ask")") >"$1.answering" 2>&1 </dev/null || status=$?
+    printf '\n%s\n' "$status" >>"$1.answering"
+    mv "$1.answering" "$1.answer"
+}
+
+# dax_case NAME SCRIPT ARGUMENT...: in one guest, with what else boot needs in dax_boot and the daemon in dax_arguments.
+dax_case() {
+    local name=$1 served
+    make_share meet
+    [[ -d $work/share ]] || make_share share
+    dax_daemon s "$work/share" "${dax_arguments[@]}"
+    served=$daemon_pid
+    meet_daemon
+    start_dax_guest "$name" --no-mount --fs "s=$work/sockets/s" --fs "meet=$work/sockets/meet" "${dax_boot[@]}" \
+        "$guest_dir/$2" "${@:3}"
+    answer_guest "$name" "$guest_pid"
+    finish_dax_guest "$name"
+    # 5 s: it has nothing left to do.
+    wait_gone 5 "$served" || fail 'the daemon did not end with its guest'
+    logs_are_clean "$work/daemons.logs"
+}
+
+case_dax_modes() {
+    mkdir "$work/readonly"
+    dax_daemon readonly "$work/readonly" --readonly
+    dax_log=trace dax_arguments=(--dax-min-size=2M) dax_boot=(--fs "readonly=$work/sockets/readonly")
+    dax_case modes dax-modes.py
+}
+
+case_dax_contents() { dax_case contents dax-contents.py always "$(pick '' whole)"; }
+
+# Files around the least size cross it as they grow and shrink.
+case_dax_contents_inode() {
+    dax_arguments=(--dax-min-size=4097)
+    dax_case contents dax-contents.py inode
+}
+
+# On ext4, where the host's truncations are guarded, and the daemon's own with them; and on tmpfs, where they are not.
+case_dax_fsx() {
+    make_share guarded
+    make_fast_share fast
+    dax_daemon guarded "$work/guarded"
+    dax_daemon fast "$work/fast"
+    # shellcheck disable=SC2046  # a list
+    start_dax_guest fsx --mount-opts dax=always --timeout 7200 --fs "guarded=$work/sockets/guarded" \
+        --fs "fast=$work/sockets/fast" "$guest_dir/fsx.sh" $(pick '3000 1' '100000 1 2 3')
+    finish_dax_guest fsx
+    logs_are_clean "$work/daemons.logs"
+}
+
+case_dax_fio() {
+    make_share share
+    dax_daemon s "$work/share"
+    start_dax_guest fio --mount-opts dax=always --timeout 3600 --fs "s=$work/sockets/s" \
+        "$guest_dir/fio.sh" "$(pick 8 256)" 'mmap psync' "$(pick 64k '4k 64k 1M')"
+    finish_dax_guest fio
+    logs_are_clean "$work/daemons.logs"
+}
+
+case_dax_pjdfstest() {
+    pjdfstest_run dax qemu "$THRUWAY_DAEMON ${dax_window[*]}" --dax --mount-opts dax=always
+    pjdfstest_check dax
+}
+
+# A working set of four times the window, which is as large as the mappings that there may be.
+case_dax_pressure() {
+    local said status=0
+    said=$("$THRUWAY_DAEMON" --socket-path "$work/none" --shared-dir "$work" --dax-window=256M --max-mappings=64 2>&1) || status=$?
+    [[ $status != 0 && $said == *--max-mappings* && $said != *$'\n'* ]] ||
+        fail "a window too big for its mappings: status $status: $said"
+    dax_window=("--dax-window=128M,required" --max-mappings=64) dax_boot=(--timeout 1200)
+    dax_case pressure dax-pressure.py always 256 "$(pick 1000 5000)" "$(pick 5 60)"
+}
+
+# The largest window by default. A full one costs QEMU 20 ms and more for each mapping, in emulation: the rest is for a soak.
+case_dax_large_window() {
+    dax_window=("--dax-window=512M,required") dax_boot=(--timeout 1800)
+    # shellcheck disable=SC2046  # a list
+    dax_case large dax-pressure.py always $(pick '272 0 0 working_set mounted_again' '1024 5000 60')
+}
+
+# Two guests, each by a daemon of its own, on one directory.
+case_dax_two_guests() {
+    local role pids=()
+    make_share share
+    make_share meet
+    # The size of the guests' mapping.
+    truncate -s 4M "$work/share/file"
+    dax_log=trace
+    for role in a b; do
+        dax_daemon "s@$role" "$work/share"
+        meet_daemon "@$role"
+        start_dax_guest "$role" --no-mount --fs "s=$work/sockets/s@$role" --fs "meet=$work/sockets/meet@$role" \
+            "$guest_dir/dax-duo.py" "$role" "$(pick 1000 100000)" "$(pick 20 500)"
+        pids+=("$guest_pid")
+    done
+    answer_guest a "${pids[0]}"
+    guest_pid=${pids[0]}
+    finish_dax_guest a
+    guest_pid=${pids[1]}
+    finish_dax_guest b
+    logs_are_clean "$work/daemons.logs"
+}
+
+case_dax_host_changes() { dax_case host dax-host.py always "$(pick 20 500)"; }
+case_dax_programs() { dax_case programs dax-programs.py always; }
+case_dax_programs_inode() {
+    dax_arguments=(--dax-min-size=1)
+    dax_case programs dax-programs.py inode
+}
+
+# memory_of PID: in MiB, of QEMU, what is the guest's own, and what it has mapped of files.
+memory_of() { awk '/^RssShmem:/ { shmem = $2 } /^RssFile:/ { file = $2 } END { print int(shmem / 1024), int(file / 1024) }' "/proc/$1/status"; }
+# The host's page cache and the guests' memory.
+cached() { awk '/^(Cached|Shmem|MemAvailable):/ { printf "%s %d MiB  ", $1, $2 / 1024 }' /proc/meminfo; }
+
+# read_by_two MODE MIB: what each guest's own memory grows by when both read the file, into $grown.
+read_by_two() {
+    local mode=$1 size=$2 role pids=() before after
+    rm -f "$work"/meet/*
+    for role in a b; do
+        dax_daemon "s@$role" "$work/share"
+        meet_daemon "@$role"
+        start_dax_guest "$mode-$role" --no-mount --mem $((size + 512)) --fs "s=$work/sockets/s@$role" \
+            --fs "meet=$work/sockets/meet@$role" "$guest_dir/dax-memory.py" "$mode"
+        pids+=("$guest_pid")
+    done
+    # 120 s: the boot, in emulation on a busy machine; as long again for the file.
+    for role in a b; do wait_line "$work/$mode-$role.out" '^mounted$' 120 "${pids[0]}"; done
+    note "dax=$mode, before: $(cached)"
+    before=$(own_of_guests "$mode")
+    touch "$work/meet/go"
+    for role in a b; do wait_line "$work/$mode-$role.out" '^read$' 120 "${pids[0]}"; done
+    note "dax=$mode, after:  $(cached)"
+    after=$(own_of_guests "$mode")
+    touch "$work/meet/end"
+    for role in a b; do
+        guest_pid=${pids[0]} pids=("${pids[@]:1}")
+        finish_dax_guest "$mode-$role"
+    done
+    rm -rf "$work/sockets"
+    grown=$((after - before))
+    note "dax=$mode: the guests' own memory grew by $grown MiB for a file of $size MiB"
+}
+
+own_of_guests() { for role in a b; do memory_of "$(<"$work/$1-$role.pid")"; done | awk '{ sum += $1 } END { print sum }'; }
+
+# Two guests that read a file have one copy of it, the host's; without DAX each has one more.
+alone_dax_memory() {
+    local size grown
+    size=$(pick 256 1024)
+    make_share share
+    make_share meet
+    head -c "${size}M" /dev/urandom >"$work/share/file"
+    read_by_two never "$size"
+    # Halves: wide of what a guest takes for itself meanwhile.
+    ((grown > size)) || fail "without DAX two guests have less than half a copy each: is this measured well?"
+    read_by_two always "$size"
+    ((grown < size / 2)) || fail "with DAX two guests have copies of their own: $grown MiB"
+}
+
+# The guest is reset, within one QEMU.
+case_dax_reboot() {
+    local served
+    make_share share
+    make_share meet
+    truncate -s 32M "$work/share/file"
+    dax_daemon s "$work/share"
+    served=$daemon_pid
+    meet_daemon
+    start_dax_guest reboot --no-mount --qemu-args '-action reboot=reset' --fs "s=$work/sockets/s" \
+        --fs "meet=$work/sockets/meet" "$guest_dir/dax-reboot.py"
+    finish_dax_guest reboot
+    [[ $(grep -c '^mapped in boot' "$work/reboot.out") == 3 ]] || fail 'the guest did not boot three times'
+    wait_gone 5 "$served" || fail 'the daemon did not end with its guest'
+    logs_are_clean "$work/daemons.logs"
+}
+
+# mapped_guest NAME: one that has the share's file mapped and says that it is alive.
+mapped_guest() {
+    start_dax_guest "$1" --no-mount --fs "s=$work/sockets/s" "$guest_dir/dax-alive.py"
+    # 120 s: the boot, in emulation on a busy machine.
+    wait_line "$work/$1.out" '^alive 5$' 120 "$guest_pid"
+}
+
+# window_mount NAME: the number of the mount that this guest's QEMU has mapped files of.
+window_mount() {
+    local device
+    device=$(stand_ins "$1" | awk '{ print $4 }' | sort -u)
+    [[ $device =~ ^00:[0-9a-f]+$ ]] || fail "QEMU has mapped files of not just one mount: '$device'"
+    printf '%d\n' "0x${device#00:}"
+}
+
+# processes_gone PID...
+processes_gone() {
+    local pid
+    # 5 s: they have only to end.
+    for pid in "$@"; do wait_gone 5 "$pid" || fail "still there: $(tr '\0' ' ' <"/proc/$pid/cmdline")"; done
+}
+
+# mount_gone NUMBER: in no namespace.
+mount_gone() {
+    local deadline=$((SECONDS + 5))
+    mkdir -p "$work/fuse"
+    mount -t fusectl fusectl "$work/fuse"
+    while [[ -d $work/fuse/$1 ]]; do
+        ((SECONDS < deadline)) || fail "the mount of the window is left"
+        sleep 0.1
+    done
+    umount "$work/fuse"
+}
+
+# The guest is killed, its mappings as they are; the daemon serves the next one.
+case_dax_killed_guest() {
+    local round pids number
+    make_share share
+    truncate -s 32M "$work/share/file"
+    dax_daemon s "$work/share" --keep-alive
+    for round in 1 2 3; do
+        mapped_guest "round-$round"
+        number=$(window_mount "round-$round")
+        kill -KILL -- "-$(<"$work/round-$round.pid")"
+        wait "$guest_pid" || true
+    done
+    kill -0 "$daemon_pid" || fail 'the daemon did not stay'
+    mapfile -t pids < <(family "$daemon_pid")
+    kill "$daemon_pid"
+    processes_gone "${pids[@]}"
+    mount_gone "$number"
+    logs_are_clean "$work/daemons.logs"
+}
+
+# The daemon is killed, and all that it is made of goes; the guest stays.
+case_dax_killed_daemon() {
+    local pids alive number
+    make_share share
+    truncate -s 32M "$work/share/file"
+    dax_daemon s "$work/share"
+    mapped_guest killed
+    mapfile -t pids < <(family "$daemon_pid")
+    note "${#pids[@]} processes"
+    number=$(window_mount killed)
+    kill -KILL "$daemon_pid"
+    processes_gone "${pids[@]}"
+    alive=$(grep -c '^alive' "$work/killed.out")
+    # 3 s: it says so ten times a second.
+    sleep 3
+    (($(grep -c '^alive' "$work/killed.out") > alive + 5)) || fail "the guest does not go on: $(tail -n 5 "$work/killed.out")"
+    kill -KILL -- "-$(<"$work/killed.pid")"
+    wait "$guest_pid" || true
+    mount_gone "$number"
+}
