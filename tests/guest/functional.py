@@ -764,14 +764,14 @@ def test_poll_and_ioctl(d):
 @test
 def test_no_space_left_behind(d):
     """A file that is removed gives its blocks back at once, also from an open that is over."""
-    before = os.statvfs(d).f_bfree
     # Not zeros: see direct_io.
     write(f"{d}/f", b"x" * (64 << 20))
     os.sync()
+    before = os.statvfs(d).f_bfree
     os.unlink(f"{d}/f")
-    # 10 s: the RELEASE is sent after close(2) returned. 32 MiB: others use the disk too.
+    # 10 s: the RELEASE is sent after close(2) returned. 32 MiB: others use the disk too, meanwhile.
     for _ in range(100):
-        if (before - os.statvfs(d).f_bfree) * os.statvfs(d).f_frsize < 32 << 20:
+        if (os.statvfs(d).f_bfree - before) * os.statvfs(d).f_frsize > 32 << 20:
             return
         time.sleep(0.1)
     raise AssertionError("the blocks are not free")
