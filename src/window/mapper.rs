@@ -107,15 +107,20 @@ impl Mapper {
     }
 
     pub fn run(mut self, jobs: Receiver<Job>) {
+        let mut cared = Instant::now();
         loop {
             let job = match self.needs_care() {
-                true => jobs.recv_timeout(TICK),
+                true => jobs.recv_timeout(TICK.saturating_sub(cared.elapsed())),
                 false => jobs.recv().map_err(|_| RecvTimeoutError::Disconnected),
             };
             match job {
                 Ok(job) => self.work(job),
-                Err(RecvTimeoutError::Timeout) => self.care(),
+                Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return,
+            }
+            if cared.elapsed() >= TICK {
+                self.care();
+                cared = Instant::now();
             }
         }
     }
