@@ -222,7 +222,11 @@ fn a_revoked_file_keeps_its_mappings_but_not_its_pages() {
     let mapped = rig.taken.mapped.lock().clone();
     assert_eq!((rig.window.live(), mapped.len()), (4, 4));
     assert!(mapped.iter().all(|m| m.1 != id));
-    // Nor for a while after it.
+    // When it is over, they are the file's again.
+    thread::sleep(Duration::from_millis(200));
+    rig.unmap(&[]).unwrap();
+    let kind = |id| rig.made.all.lock().iter().find(|one| one.id == id).map(|one| one.kind);
+    assert!(rig.taken.mapped.lock().iter().all(|m| kind(m.1) == Some(Kind::Through)));
     rig.map(6, 1, 9, true, 7, FakeSource::default()).unwrap();
     assert!(rig.taken.mapped.lock().iter().all(|m| m.1 != id));
     rig.unmap(&[(0, 16)]).unwrap();

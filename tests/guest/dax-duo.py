@@ -6,6 +6,7 @@ import random
 import sys
 
 sys.path.insert(0, "/host")
+from meet import *
 from window import *
 
 role, count, truncations = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -13,20 +14,6 @@ other = {"a": "b", "b": "a"}[role]
 # Where each writes: in ranges of their own.
 PLACES = {"a": 100, "b": RANGE + 100}
 SIZE = 2 * RANGE
-turns = 0
-# 120 s: the other guest may still boot, in emulation and on a busy machine.
-PATIENCE = 120
-
-
-def meet():
-    """Both guests come here before either goes on."""
-    global turns
-    turns += 1
-    write(f"{MEET}/{turns}{role}", b"")
-    deadline = time.monotonic() + PATIENCE
-    while not os.path.exists(f"{MEET}/{turns}{other}"):
-        assert time.monotonic() < deadline, f"the other guest did not come to turn {turns}"
-        time.sleep(0.01)
 
 
 def requests():
@@ -48,26 +35,26 @@ def handed_over():
         # Each page is touched by both before requests are counted.
         view[PLACES[role] + 8 : PLACES[role] + 12] = b"here"
         assert view[PLACES[other] : PLACES[other] + 4] == bytes(4)
-        meet()
+        meet(role)
         assert view[PLACES[other] + 8 : PLACES[other] + 12] == b"here", "the other guest's first bytes are not seen"
         before = requests()
-        meet()
+        meet(role)
         for number in range(1, count + 1):
             if role == "a":
                 view[PLACES["a"] : PLACES["a"] + 4] = number.to_bytes(4, "little")
             await_number(view, number)
             if role == "b":
                 view[PLACES["b"] : PLACES["b"] + 4] = number.to_bytes(4, "little")
-        meet()
+        meet(role)
         after = requests()
         # Not before that do both give back what they have.
-        meet()
+        meet(role)
         if role == "a":
             print(f"note: {count} turns by mmap between two guests: {before} requests before, {after} after")
             equal(after, before)
             os.path.exists(f"{S}/no such file")
             assert requests() > after, "the requests are not counted"
-    meet()
+    meet(role)
 
 
 def truncate_often(path, least):
@@ -82,11 +69,11 @@ def truncated_by(who):
     path = f"{S}/by-{who}"
     if role == who:
         write(path, b"x" * SIZE)
-    meet()
+    meet(role)
     if role == who:
-        meet()
+        meet(role)
         truncate_often(path, 0)
-        meet()
+        meet(role)
     else:
         with mapped(path, SIZE, writable=True) as view:
 
@@ -96,9 +83,9 @@ def truncated_by(who):
                     view[at] = ord("y")
 
             with Busy(work, f"the mapping of {role}"):
-                meet()
+                meet(role)
                 # The other is at it.
-                meet()
+                meet(role)
     equal(os.stat(path).st_size, SIZE)
 
 
@@ -107,7 +94,7 @@ def truncated_by_both():
     path = f"{S}/by-both"
     if role == "a":
         write(path, bytes(SIZE))
-    meet()
+    meet(role)
     with mapped(path, SIZE, writable=True) as view:
 
         def work():
@@ -116,9 +103,9 @@ def truncated_by_both():
                 view[at + (role == "b")] = ord(role)
 
         with Busy(work, f"the mapping of {role}"):
-            meet()
+            meet(role)
             truncate_often(path, RANGE)
-        meet()
+        meet(role)
         equal(bytes(view[at] for at in range(4)), b"ab\0\0")
 
 

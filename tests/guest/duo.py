@@ -14,25 +14,12 @@ from errno import *
 
 sys.path.insert(0, "/host")
 from check import *
+from meet import *
 
 role, within = sys.argv[1], float(sys.argv[2])
 other = {"a": "b", "b": "a"}[role]
 S = "/mnt/s"
-turns = 0
 slowest = 0.0
-# 120 s: the other guest may still boot, in emulation and on a busy machine.
-PATIENCE = 120
-
-
-def meet():
-    """Both guests come here before either goes on."""
-    global turns
-    turns += 1
-    write(f"/mnt/meet/{turns}{role}", b"")
-    deadline = time.monotonic() + PATIENCE
-    while not os.path.exists(f"/mnt/meet/{turns}{other}"):
-        assert time.monotonic() < deadline, f"the other guest did not come to turn {turns}"
-        time.sleep(0.01)
 
 
 def seen(what, function, due):
@@ -60,10 +47,10 @@ def step(what, change, look, due):
             look()
         except OSError:
             pass
-    meet()
+    meet(role)
     if role == "a":
         change()
-    meet()
+    meet(role)
     if role == "b":
         seen(what, look, due)
 
@@ -95,12 +82,12 @@ def changes():
 
 def appends():
     count = 1000
-    meet()
+    meet(role)
     fd = os.open(f"{S}/log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for number in range(count):
         os.write(fd, b"%s%05d\n" % (role.encode() * 10, number))
     os.close(fd)
-    meet()
+    meet(role)
     fd = os.open(f"{S}/log", os.O_RDONLY)
     time.sleep(within)
     lines = read(f"{S}/log").splitlines()
@@ -114,7 +101,7 @@ def locks():
     f = f"{S}/locked"
     if role == "a":
         write(f, b"")
-    meet()
+    meet(role)
     fd = os.open(f, os.O_RDWR)
     kinds = {
         "flock": (lambda how: fcntl.flock(fd, how), "flock"),
@@ -123,7 +110,7 @@ def locks():
     for name, (lock, _) in kinds.items():
         if role == "a":
             lock(fcntl.LOCK_EX)
-        meet()
+        meet(role)
         if role == "b":
             refused(EAGAIN, lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             refused(EAGAIN, lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -141,24 +128,24 @@ def locks():
                     write(f"{S}/{name}-{number}", b"x")
                     equal(read(f"{S}/{name}-{number}"), b"x")
                 assert not waiter.done_within(0)
-                meet()
+                meet(role)
                 assert waiter.done_within(PATIENCE), f"{name}: free, and the waiting process did not get it"
         else:
-            meet()
+            meet(role)
             lock(fcntl.LOCK_UN)
-        meet()
+        meet(role)
         # Both may read at a time.
         lock(fcntl.LOCK_SH | fcntl.LOCK_NB)
-        meet()
+        meet(role)
         lock(fcntl.LOCK_UN)
-        meet()
+        meet(role)
         print(f"ok {role} {name}", flush=True)
     # What a guest held that is gone is free: a ends first, with its lock.
     if role == "a":
         fcntl.flock(fd, fcntl.LOCK_EX)
-        meet()
+        meet(role)
     else:
-        meet()
+        meet(role)
         with Waiter(lambda: fcntl.flock(os.open(f, os.O_RDWR), fcntl.LOCK_EX)) as waiter:
             assert waiter.done_within(PATIENCE), "the other guest is gone and its lock is not"
         print("ok b gets the lock of a guest that is gone", flush=True)
@@ -168,5 +155,5 @@ try:
     for part in sys.argv[3:]:
         {"changes": changes, "appends": appends, "locks": locks}[part]()
 except AssertionError as error:
-    print(f"FAILED {role}, turn {turns}: {error}", flush=True)
+    print(f"FAILED {role}: {error}", flush=True)
     sys.exit(1)

@@ -12,7 +12,7 @@ meet_daemon() { start_daemon "meet${1-}" "$work/meet" --cache=never; }
 
 # start_dax_guest NAME BOOT-ARGUMENT...: as a job, $guest_pid, its output in $work/NAME.out.
 start_dax_guest() {
-    "$boot" --kind qemu --dax --idle 150 --log-dir "$work/$1.logs" --pid-file "$work/$1.pid" --ro-dir "$guest_dir" "${@:2}" \
+    "$boot" --kind qemu --dax --idle "$(pick 150 900)" --log-dir "$work/$1.logs" --pid-file "$work/$1.pid" --ro-dir "$guest_dir" "${@:2}" \
         >"$work/$1.out" 2>&1 &
     guest_pid=$!
 }
