@@ -298,7 +298,8 @@ impl<H: Handler> VhostUserBackend for Device<H> {
 
     fn set_backend_req_fd(&self, backend: Backend) {
         if let Some(window) = &self.window {
-            window.connect(Arc::new(Channel { backend: backend.clone(), rings: self.rings.clone() }));
+            let (rings, mem) = (self.rings.clone(), self.workers.mem.clone());
+            window.connect(Arc::new(Channel { backend: backend.clone(), rings, mem }));
         }
         *self.channel.lock() = Some(backend);
     }

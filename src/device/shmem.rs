@@ -1,12 +1,16 @@
 //! What the frontend maps for the device (vhost-user, VHOST_USER_BACKEND_SHMEM_MAP).
 
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::{Arc, OnceLock};
 
+use rustix::fs::fstat;
 use vhost::vhost_user::message::{VhostUserMMap, VhostUserMMapFlags};
 use vhost::vhost_user::{Backend, VhostUserFrontendReqHandler};
+use vm_memory::{GuestAddressSpace, GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap};
 
+use super::GuestMemory;
+use super::dirty::DirtyLog;
 use super::ring::Vring;
 use crate::window::Frontend;
 
@@ -17,11 +21,21 @@ const DAX: u8 = 0;
 pub struct Channel {
     pub backend: Backend,
     pub rings: Arc<[OnceLock<Vring>]>,
+    pub mem: GuestMemory,
 }
 
 impl Frontend for Channel {
     fn is_running(&self) -> bool {
         self.rings.iter().filter_map(OnceLock::get).any(|ring| ring.0.is_started())
+    }
+
+    fn mapped(&self, file: BorrowedFd, from: u64, len: u64) -> usize {
+        let wanted = identity(file);
+        let is_it = |region: &&GuestRegionMmap<DirtyLog>| {
+            let place = region.file_offset().filter(|place| place.start() == from && region.len() == len);
+            place.is_some_and(|place| identity(place.file().as_fd()) == wanted)
+        };
+        self.mem.memory().iter().filter(is_it).count()
     }
 
     fn map(&self, at: u64, len: u64, file: BorrowedFd, from: u64, writable: bool) -> io::Result<()> {
@@ -34,4 +48,8 @@ impl Frontend for Channel {
         let request = VhostUserMMap { shmid: DAX, shm_offset: at, len, ..Default::default() };
         self.backend.shmem_unmap(&request).map(drop)
     }
+}
+
+fn identity(file: BorrowedFd) -> Option<(u64, u64)> {
+    fstat(file).map(|st| (st.st_dev, st.st_ino)).ok()
 }

@@ -59,6 +59,12 @@ struct Mapping {
     writable: bool,
 }
 
+/// A range of the window that is in use, and what is mapped there.
+struct Slot {
+    mapping: Mapping,
+    file: Arc<OwnedFd>,
+}
+
 /// A stand-in that is open.
 #[derive(Clone)]
 struct StandIn {
@@ -92,7 +98,7 @@ impl File {
 pub struct Mapper {
     shared: Arc<Shared>,
     files: Arc<dyn StandIns>,
-    mappings: Box<[Option<Mapping>]>,
+    slots: Box<[Option<Slot>]>,
     /// By nodeid.
     known: HashMap<u64, File>,
     /// When nodes were revoked whose own pages are not back.
@@ -102,8 +108,8 @@ pub struct Mapper {
 
 impl Mapper {
     pub fn new(ranges: usize, shared: Arc<Shared>, files: Arc<dyn StandIns>) -> Self {
-        let mappings = (0..ranges).map(|_| None).collect();
-        Self { shared, files, mappings, known: HashMap::new(), revoked: HashMap::new(), next_id: 1 }
+        let slots = (0..ranges).map(|_| None).collect();
+        Self { shared, files, slots, known: HashMap::new(), revoked: HashMap::new(), next_id: 1 }
     }
 
     pub fn run(mut self, jobs: Receiver<Job>) {
@@ -179,7 +185,7 @@ impl Mapper {
     }
 
     fn map_range(&mut self, range: usize, want: Mapping) -> Result<()> {
-        if self.mappings.get(range) == Some(&Some(Mapping { writable: true, ..want })) {
+        if self.mapping(range) == Some(Mapping { writable: true, ..want }) {
             return Ok(());
         }
         let stand_in = self.stand_in(want)?;
@@ -267,7 +273,8 @@ impl Mapper {
         let mapping = Mapping { kind: stand_in.kind, writable: stand_in.writable, ..want };
         let frontend = self.frontend()?;
         let at = range as u64 * RANGE;
-        let before = self.shared.commits.count();
+        let mapped = || frontend.mapped(stand_in.fd.as_fd(), mapping.from, RANGE);
+        let before = mapped();
         let map = || frontend.map(at, RANGE, stand_in.fd.as_fd(), mapping.from, mapping.writable);
         map()
             .or_else(|e| {
@@ -275,9 +282,10 @@ impl Mapper {
                 frontend.unmap(at, RANGE).map_err(|_| e).and_then(|()| map())
             })
             .map_err(|e| errno(&e))?;
-        self.shared.commits.wait(before);
-        if let Some(slot) = self.mappings.get_mut(range) {
-            *slot = Some(mapping);
+        // QEMU acknowledges before the guest has it, and another device's mappings are changes too.
+        self.shared.commits.wait(|| mapped() > before);
+        if let Some(slot) = self.slots.get_mut(range) {
+            *slot = Some(Slot { mapping, file: stand_in.fd.clone() });
         }
         self.file(mapping.node)?.live += 1;
         self.shared.live.fetch_add(1, Ordering::Relaxed);
@@ -285,11 +293,12 @@ impl Mapper {
     }
 
     fn unmap(&mut self, range: usize) {
-        let Some(mapping) = self.mappings.get_mut(range).and_then(Option::take) else { return };
+        let Some(Slot { mapping, file }) = self.slots.get_mut(range).and_then(Option::take) else { return };
         if let Ok(frontend) = self.frontend() {
-            let before = self.shared.commits.count();
+            let mapped = || frontend.mapped(file.as_fd(), mapping.from, RANGE);
+            let before = mapped();
             match frontend.unmap(range as u64 * RANGE, RANGE) {
-                Ok(()) => self.shared.commits.wait(before),
+                Ok(()) => self.shared.commits.wait(|| mapped() < before),
                 Err(e) => tracing::debug!("the frontend had no mapping {range} any more: {e}"),
             }
         }
@@ -297,13 +306,17 @@ impl Mapper {
         self.let_go(mapping.node);
     }
 
+    fn mapping(&self, range: usize) -> Option<Mapping> {
+        self.slots.get(range)?.as_ref().map(|slot| slot.mapping)
+    }
+
     fn is_mapped(&self, node: u64, kind: Kind) -> bool {
-        self.mappings.iter().flatten().any(|mapping| mapping.node == node && mapping.kind == kind)
+        !self.mapped(node, kind).is_empty()
     }
 
     fn mapped(&self, node: u64, kind: Kind) -> Vec<(usize, Mapping)> {
-        let of = |mapping: &Option<Mapping>| mapping.filter(|m| m.node == node && m.kind == kind);
-        self.mappings.iter().enumerate().filter_map(|(range, mapping)| Some((range, of(mapping)?))).collect()
+        let of = |range| self.mapping(range).filter(|mapping| mapping.node == node && mapping.kind == kind);
+        (0..self.slots.len()).filter_map(|range| Some((range, of(range)?))).collect()
     }
 
     fn file(&mut self, node: u64) -> Result<&mut File> {
@@ -325,7 +338,7 @@ impl Mapper {
         if live > 0 {
             tracing::debug!("{live} mappings are dropped");
         }
-        (0..self.mappings.len()).for_each(|range| self.unmap(range));
+        (0..self.slots.len()).for_each(|range| self.unmap(range));
         self.revoked.clear();
     }
 

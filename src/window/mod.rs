@@ -47,6 +47,8 @@ pub trait Frontend: Send + Sync {
     fn is_running(&self) -> bool;
     fn map(&self, at: u64, len: u64, file: BorrowedFd, from: u64, writable: bool) -> io::Result<()>;
     fn unmap(&self, at: u64, len: u64) -> io::Result<()>;
+    /// How often a range of the file is in the guest's memory. [`Window::committed`] tells that it may be another number.
+    fn mapped(&self, file: BorrowedFd, from: u64, len: u64) -> usize;
 }
 
 /// A host file that is to be mapped.
@@ -245,18 +247,20 @@ impl Commits {
         self.changed.notify_all();
     }
 
-    fn count(&self) -> u64 {
-        *self.count.lock()
-    }
-
-    /// Waits until there were more than `before`.
-    fn wait(&self, before: u64) {
+    /// Waits until it is done, which only a change can bring about.
+    fn wait(&self, done: impl Fn() -> bool) {
         let until = Instant::now() + COMMIT;
-        let mut count = self.count.lock();
-        while *count <= before {
-            if self.changed.wait_until(&mut count, until).timed_out() {
-                tracing::debug!("a mapping is not in the guest's memory: is the device's memory off?");
+        loop {
+            let before = *self.count.lock();
+            if done() {
                 return;
+            }
+            let mut count = self.count.lock();
+            while *count == before {
+                if self.changed.wait_until(&mut count, until).timed_out() {
+                    tracing::debug!("a mapping is not in the guest's memory: is the device's memory off?");
+                    return;
+                }
             }
         }
     }
