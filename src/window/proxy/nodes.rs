@@ -90,6 +90,11 @@ impl Nodes {
         })
     }
 
+    /// Whether the daemon was asked to drop one of the file's nodes.
+    pub fn is_leaving(&self, file: FileId) -> bool {
+        self.0.lock().values().any(|node| node.revoked && node.file == file)
+    }
+
     /// Whether the daemon was asked to drop it.
     pub fn is_revoked(&self, nodeid: u64) -> bool {
         self.with(nodeid, |node| node.revoked).unwrap_or(true)

@@ -269,7 +269,9 @@ impl Shared {
         }
         let real = Arc::new(real);
         let is_passing = |guard: &Guard| kind == Kind::Through && guard.is_passing(file);
-        if self.guard.as_ref().is_ok_and(is_passing) {
+        // A new one would be asked for at once, and the caller that waits would wait on.
+        let is_leaving = kind == Kind::Through && self.nodes.is_leaving(file);
+        if is_leaving || self.guard.as_ref().is_ok_and(is_passing) {
             return Err(Errno::BUSY);
         }
         if self.nodes.reopen(nodeid, file, &real)?.is_none() {
