@@ -112,13 +112,7 @@ impl<H: Handler> Workers<H> {
                 None => Some(loaded.refuse(libc::EAGAIN)),
             },
             Outcome::Handed(hand) => {
-                let (mut completion, ring) = (ring.promise(head, segments), Arc::downgrade(ring));
-                hand(Box::new(move |reply| {
-                    completion.reply = reply;
-                    if let Some(ring) = ring.upgrade() {
-                        ring.complete(completion);
-                    }
-                }));
+                hand(Box::new(answer_later(ring, head, segments)));
                 None
             }
         }
@@ -127,19 +121,25 @@ impl<H: Handler> Workers<H> {
     /// Runs `wait` on a thread of its own. `None` if there are too many.
     fn defer(&self, ring: &Arc<Ring>, head: u16, segments: &[Segment], wait: Deferred) -> Option<()> {
         let permit = Permit::take(&self.waiting)?;
-        let mut completion = ring.promise(head, segments);
-        // A thread that waits on must not keep the memory of a guest that is gone.
-        let ring = Arc::downgrade(ring);
+        let answer = answer_later(ring, head, segments);
         let work = move || {
-            completion.reply = wait();
-            if let Some(ring) = ring.upgrade() {
-                ring.complete(completion);
-            }
+            answer(wait());
             // The reply is with the ring before nothing seems to wait any more.
             drop(permit);
         };
         let thread = thread::Builder::new().name("thruway-wait".into()).stack_size(WAIT_STACK);
         thread.spawn(work).map(drop).ok()
+    }
+}
+
+/// Delivers a reply that comes from another thread. What waits for it must not keep the memory of a guest that is gone.
+fn answer_later(ring: &Arc<Ring>, head: u16, segments: &[Segment]) -> impl FnOnce(Vec<u8>) + Send + use<> {
+    let (mut completion, ring) = (ring.promise(head, segments), Arc::downgrade(ring));
+    move |reply| {
+        completion.reply = reply;
+        if let Some(ring) = ring.upgrade() {
+            ring.complete(completion);
+        }
     }
 }
 

@@ -222,7 +222,7 @@ impl Mapper {
                     Err(Errno::BUSY) => return Ok(None),
                     opened => opened?,
                 },
-                Err(Errno::ROFS | Errno::TXTBSY | Errno::ACCESS | Errno::PERM) if !want.writable => return Ok(None),
+                Err(errno) if is_read_only(errno) && !want.writable => return Ok(None),
                 Err(errno) => return Err(errno),
             },
         };
@@ -244,7 +244,7 @@ impl Mapper {
         let source = file.source.clone();
         let writable = want.writable || !source.facts()?.executable;
         match source.open(writable) {
-            Err(Errno::ROFS | Errno::TXTBSY | Errno::ACCESS | Errno::PERM) if !want.writable => {
+            Err(errno) if is_read_only(errno) && !want.writable => {
                 self.open(want.node, Kind::Cached, source.open(false)?, false)
             }
             real => self.open(want.node, Kind::Cached, real?, writable),
@@ -414,6 +414,11 @@ impl Mapper {
             thread::sleep(STOPPED);
         }
     }
+}
+
+/// Whether the file cannot be opened for writing, but perhaps for reading.
+fn is_read_only(errno: Errno) -> bool {
+    matches!(errno, Errno::ROFS | Errno::TXTBSY | Errno::ACCESS | Errno::PERM)
 }
 
 fn errno(e: &io::Error) -> Errno {
