@@ -17,7 +17,7 @@ artefact() {
 
 tools_dir() { artefact tools "$here/build-tools"; }
 tree_dir() { artefact tree "$here/build-tree" "$here/build-tools" "$here/packages/tree.list" "$here/pjdfstest.toml"; }
-uml_smp_dir() { artefact uml-smp "$here/build-uml-smp" "$here/uml-smp.config"; }
+uml_smp_dir() { artefact uml-smp "$here/build-uml-smp" "$here/linux-source.sh" "$here/uml-smp.config"; }
 
 package_list() { grep -vE '^(#|$)' "$here/packages/$1.list"; }
 
@@ -125,19 +125,4 @@ Acquire::IndexTargets::deb::DEP-11::DefaultEnabled "false";
 APT::Sandbox::User "root";
 END
     APT_CONFIG=$1/apt.conf apt-get --quiet update
-}
-
-# The kernel that is built here, and that guest-kernel/patches apply to.
-linux_series=7.2
-
-# linux_source DIRECTORY: Debian's source of that kernel, unpacked there.
-linux_source() {
-    local apt=$1.apt package=linux-source-$linux_series
-    logged "read package lists" private_apt "$apt"
-    (cd "$apt" && APT_CONFIG=$apt/apt.conf logged "fetch $package" apt-get --quiet download "$package/trixie-backports") ||
-        (cd "$apt" && APT_CONFIG=$apt/apt.conf logged "fetch $package from sid" apt-get --quiet download "$package")
-    dpkg-deb -x "$apt"/linux-source-*.deb "$apt"
-    mkdir "$1"
-    logged "unpack $package" tar -xf "$apt/usr/src/$package.tar.xz" -C "$1" --strip-components=1
-    rm -rf "$apt"
 }
