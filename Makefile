@@ -4,10 +4,11 @@ PREFIX ?= /usr/local
 CARGO ?= cargo
 export CARGO_TARGET_DIR = $(CURDIR)/target
 
-SCRIPTS = vm-images/boot vm-images/setup.sh vm-images/build-* vm-images/lib.sh vm-images/guest/* .ci/run tests/run tests/demo \
+SCRIPTS = vm-images/boot vm-images/setup.sh vm-images/build-* vm-images/lib.sh vm-images/linux-source.sh vm-images/guest/* .ci/run tests/run tests/demo \
+	guest-kernel/build \
 	tests/guest/demo-init tests/guest/*.sh tests/host/run-case tests/host/*.sh
 
-.PHONY: all build images tree demo unit test soak bench check install clean
+.PHONY: all build images tree guest-kernel guest-kernel-debug demo unit test soak bench check install clean
 
 all: build
 
@@ -20,6 +21,13 @@ images:
 
 tree:
 	vm-images/setup.sh tools tree
+
+# Some 10 minutes each when the cache is empty.
+guest-kernel:
+	guest-kernel/build
+
+guest-kernel-debug:
+	guest-kernel/build x86_64 debug
 
 demo: tree
 	$(MAKE) build
