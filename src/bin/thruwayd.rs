@@ -6,7 +6,7 @@ use std::os::unix::net::UnixListener;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use thruway::cli::{self, DaxWindow, Options, Stop, listen};
+use thruway::cli::{self, Options, Stop, listen};
 use thruway::device;
 use thruway::fs::{FileHandles, PassthroughFs};
 use thruway::fuse::Server;
@@ -82,10 +82,11 @@ fn listen(options: &Options) -> Result<(UnixListener, Option<File>), listen::Err
 
 /// The process that makes files mappable, where a window is asked for.
 fn start_proxy(options: &Options) -> Result<Option<Proxy>, Box<dyn Error>> {
-    let DaxWindow { size, required } = options.dax_window;
-    if size == 0 {
+    let windows = [options.dax_window, options.passthrough_window];
+    if windows.iter().all(|window| window.size == 0) {
         return Ok(None);
     }
+    let required = windows.iter().any(|window| window.required);
     match proxy::start(options.window_guard, options.seccomp) {
         Ok(proxy) => {
             if let (Guard::Off(_), GuardMode::Fanotify) = (proxy.guard(), options.window_guard) {
@@ -93,9 +94,9 @@ fn start_proxy(options: &Options) -> Result<Option<Proxy>, Box<dyn Error>> {
             }
             Ok(Some(proxy))
         }
-        Err(error) if required => Err(format!("there can be no DAX window: {error}").into()),
+        Err(error) if required => Err(format!("there can be no window: {error}").into()),
         Err(error) => {
-            tracing::warn!("there is no DAX window: {error}");
+            tracing::warn!("there is no window: {error}");
             Ok(None)
         }
     }
@@ -103,7 +104,7 @@ fn start_proxy(options: &Options) -> Result<Option<Proxy>, Box<dyn Error>> {
 
 fn start_window(options: &Options, proxy: Option<Proxy>) -> Result<Option<Arc<Window>>, Box<dyn Error>> {
     let Some(proxy) = proxy else { return Ok(None) };
-    Ok(Some(Window::new(options.dax_window.size, Arc::new(proxy))?))
+    Ok(Some(Window::new(options.dax_window.size, options.passthrough(), Arc::new(proxy))?))
 }
 
 fn start_fs(options: &Options, entered: Entered) -> Result<PassthroughFs, Box<dyn Error>> {

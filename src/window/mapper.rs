@@ -8,13 +8,13 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
 use super::proxy::Kind;
-use super::{Copy, Frontend, RANGE, Shared, Source, StandIns, sys};
+use super::slots::Slots;
+use super::{Copy, DAX, RANGE, Shared, Source, StandIns, sys};
 use crate::fuse::ops::{Answer, Result};
 
 /// How often there is something to look after while a file has copies: what the guest wrote to them is to reach the host
@@ -25,9 +25,6 @@ const TICK: Duration = Duration::from_millis(50);
 /// For so long after a revocation the file's own pages are tried again: the guard lets a truncation go on after 2 s, and the
 /// window process then calls it over.
 const REVOKED: Duration = Duration::from_secs(5);
-
-/// How often it is tried whether a stopped device runs again.
-const STOPPED: Duration = Duration::from_millis(2);
 
 pub enum Job {
     Map {
@@ -47,6 +44,38 @@ pub enum Job {
     /// A host process is about to truncate this file.
     Revoke {
         id: u64,
+    },
+    /// A guest with passthrough begins a session.
+    Start {
+        session: u64,
+        answer: Answer,
+    },
+    /// A node's first open with passthrough.
+    Open {
+        session: u64,
+        node: u64,
+        index: u32,
+        source: Arc<dyn Source>,
+    },
+    /// The entry's last open is released, and its slot is not to be kept.
+    Drop {
+        index: u32,
+    },
+    /// An entry was revoked as its file has a hole now.
+    Downgrade {
+        index: u32,
+    },
+    /// A file has grown beyond its slot.
+    Remap {
+        index: u32,
+    },
+    /// The guest wants a live entry that covers these bytes.
+    Ask {
+        node: u64,
+        from: u64,
+        len: u64,
+        writable: bool,
+        answer: Answer,
     },
 }
 
@@ -97,25 +126,36 @@ pub struct Mapper {
     known: HashMap<u64, File>,
     /// When nodes were revoked whose own pages are not back.
     revoked: HashMap<u64, Instant>,
-    next_id: u64,
+    /// When there was care last.
+    cared: Instant,
+    /// Of files that are mapped as a whole.
+    slots: Option<Slots>,
 }
 
 impl Mapper {
-    pub fn new(ranges: usize, shared: Arc<Shared>, files: Arc<dyn StandIns>) -> Self {
+    pub fn new(ranges: usize, shared: Arc<Shared>, files: Arc<dyn StandIns>, slots: Option<Slots>) -> Self {
         let mappings = (0..ranges).map(|_| None).collect();
-        Self { shared, files, mappings, known: HashMap::new(), revoked: HashMap::new(), next_id: 1 }
+        let (known, revoked) = (HashMap::new(), HashMap::new());
+        Self { shared, files, mappings, known, revoked, cared: Instant::now(), slots }
     }
 
     pub fn run(mut self, jobs: Receiver<Job>) {
         loop {
-            let job = match self.needs_care() {
-                true => jobs.recv_timeout(TICK),
-                false => jobs.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            let job = match self.patience() {
+                None => jobs.recv().map_err(RecvTimeoutError::from),
+                Some(patience) => jobs.recv_timeout(patience),
             };
             match job {
                 Ok(job) => self.work(job),
-                Err(RecvTimeoutError::Timeout) => self.care(),
+                Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return,
+            }
+            if self.needs_care() && self.cared.elapsed() >= TICK {
+                self.care();
+                self.cared = Instant::now();
+            }
+            if let Some(slots) = &mut self.slots {
+                slots.look();
             }
         }
     }
@@ -135,7 +175,18 @@ impl Mapper {
             }
             Job::Reset => self.reset(),
             Job::Revoke { id } => self.revoke(id),
+            job => {
+                if let Some(slots) = &mut self.slots {
+                    slots.serve(job);
+                }
+            }
         }
+    }
+
+    /// How long to wait for a job before there is something else to do.
+    fn patience(&self) -> Option<Duration> {
+        let care = self.needs_care().then_some(TICK);
+        care.into_iter().chain(self.slots.as_ref().and_then(Slots::patience)).min()
     }
 
     fn needs_care(&self) -> bool {
@@ -241,8 +292,7 @@ impl Mapper {
     }
 
     fn open(&mut self, node: u64, kind: Kind, real: OwnedFd, writable: bool) -> Result<StandIn> {
-        let id = self.next_id;
-        self.next_id += 1;
+        let id = self.shared.next_id();
         let opened = self.files.open(id, kind, real.as_fd()).map_err(|e| errno(&e))?;
         let stand_in = StandIn { id, kind, fd: Arc::new(opened.fd), writable, guarded: opened.guarded };
         let file = self.known.get_mut(&node).ok_or(Errno::STALE)?;
@@ -260,17 +310,8 @@ impl Mapper {
     /// take the mapping away for a moment.
     fn put(&mut self, range: usize, want: Mapping, stand_in: &StandIn) -> Result<()> {
         let mapping = Mapping { kind: stand_in.kind, writable: stand_in.writable, ..want };
-        let frontend = self.frontend()?;
-        let at = range as u64 * RANGE;
-        let before = self.shared.commits.count();
-        let map = || frontend.map(at, RANGE, stand_in.fd.as_fd(), mapping.from, mapping.writable);
-        map()
-            .or_else(|e| {
-                // The frontend may have a mapping that is forgotten here.
-                frontend.unmap(at, RANGE).map_err(|_| e).and_then(|()| map())
-            })
-            .map_err(|e| errno(&e))?;
-        self.shared.commits.wait(before);
+        let (at, fd) = (range as u64 * RANGE, stand_in.fd.as_fd());
+        self.shared.map(DAX, at, RANGE, fd, mapping.from, mapping.writable)?;
         if let Some(slot) = self.mappings.get_mut(range) {
             *slot = Some(mapping);
         }
@@ -281,13 +322,7 @@ impl Mapper {
 
     fn unmap(&mut self, range: usize) {
         let Some(mapping) = self.mappings.get_mut(range).and_then(Option::take) else { return };
-        if let Ok(frontend) = self.frontend() {
-            let before = self.shared.commits.count();
-            match frontend.unmap(range as u64 * RANGE, RANGE) {
-                Ok(()) => self.shared.commits.wait(before),
-                Err(e) => tracing::debug!("the frontend had no mapping {range} any more: {e}"),
-            }
-        }
+        self.shared.unmap(DAX, range as u64 * RANGE, RANGE);
         self.shared.live.fetch_sub(1, Ordering::Relaxed);
         self.let_go(mapping.node);
     }
@@ -322,10 +357,16 @@ impl Mapper {
         }
         (0..self.mappings.len()).for_each(|range| self.unmap(range));
         self.revoked.clear();
+        if let Some(slots) = &mut self.slots {
+            slots.reset();
+        }
     }
 
     /// Puts the proxy's own pages in place of the file's. Where that fails, the guest finds nothing there.
     fn revoke(&mut self, id: u64) {
+        if let Some(slots) = &mut self.slots {
+            slots.revoke(id);
+        }
         let of = |file: &File| file.through.as_ref().is_some_and(|stand_in| stand_in.id == id);
         let Some((&node, _)) = self.known.iter().find(|(_, file)| of(file)) else { return };
         self.revoked.insert(node, Instant::now());
@@ -385,19 +426,8 @@ impl Mapper {
         }
         self.let_go(mapping.node);
     }
-
-    /// The frontend, once its device runs: QEMU 11.1 crashes at a request for one that is stopped.
-    fn frontend(&self) -> Result<Arc<dyn Frontend>> {
-        loop {
-            let frontend = self.shared.frontend.lock().clone().ok_or(Errno::NODEV)?;
-            if frontend.is_running() {
-                return Ok(frontend);
-            }
-            thread::sleep(STOPPED);
-        }
-    }
 }
 
-fn errno(e: &io::Error) -> Errno {
+pub(super) fn errno(e: &io::Error) -> Errno {
     Errno::from_io_error(e).unwrap_or(Errno::IO)
 }
