@@ -370,7 +370,9 @@ impl Passthrough {
     pub fn saw(&self, node: u64, found: u64, size: impl FnOnce() -> Result<u64>) {
         let Some(index) = self.index(node) else { return };
         let revoked = self.table.update(index, |line| {
-            if line.entry.flags & VALID == 0 || found == line.entry.size {
+            // What a truncation by this guest is about to make of it is known when that is done.
+            let known = found == line.entry.size || !line.limits.is_empty();
+            if line.entry.flags & VALID == 0 || known {
                 return false;
             }
             let Ok(size) = size() else { return false };
