@@ -56,7 +56,7 @@ impl Guest {
         file.set_len(64 * RANGE).unwrap();
         file.write_all_at(b"contents", RANGE).unwrap();
         let root = rustix::fs::open(dir.path(), OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap();
-        let window = Window::new(SIZE, Arc::new(Themselves)).unwrap();
+        let window = Window::new(SIZE, None, Arc::new(Themselves)).unwrap();
         let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), config).unwrap();
         let fs = fs.with_window(Some(window.clone()));
         let listener = UnixListener::bind(dir.path().join("socket")).unwrap();

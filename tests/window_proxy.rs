@@ -267,7 +267,7 @@ fn a_mapped_file_is_no_place_for_a_message() {
     drop(window.file());
     let flags = rustix::fs::OFlags::PATH | rustix::fs::OFlags::CLOEXEC;
     let root = rustix::fs::open(window.dir.path(), flags, rustix::fs::Mode::empty()).unwrap();
-    let region = thruway::window::Window::new(2 * MAPPED as u64, window.proxy.clone()).unwrap();
+    let region = thruway::window::Window::new(2 * MAPPED as u64, None, window.proxy.clone()).unwrap();
     let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), Config::default()).unwrap();
     let fs = fs.with_window(Some(region.clone()));
     let socket = window.dir.path().join("socket");

@@ -6,7 +6,7 @@ use std::os::unix::net::UnixListener;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use thruway::cli::{self, DaxWindow, Options, Stop, listen};
+use thruway::cli::{self, Options, Stop, listen, metrics};
 use thruway::device;
 use thruway::fs::{FileHandles, PassthroughFs};
 use thruway::fuse::Server;
@@ -47,12 +47,21 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     let mut sandbox = options.sandbox_settings();
     sandbox::check(&sandbox)?;
     let (listener, _pid_file) = listen(options)?;
+    let asked = options.metrics_path.as_deref().map(|path| listen::bind(path, None)).transpose()?;
     limits::set_nofile(options.rlimit_nofile)?;
     let proxy = start_proxy(options)?;
     sandbox.helper = proxy.as_ref().map(Proxy::pid);
-    let (entered, (listener, proxy)) = sandbox::enter(&sandbox, (listener, proxy))?;
+    let (entered, (listener, asked, proxy)) = sandbox::enter(&sandbox, (listener, asked, proxy))?;
     let window = start_window(options, proxy)?;
     let fs = start_fs(options, entered)?.with_window(window.clone());
+    let server = Server::new(fs);
+    let _pid_file = match asked {
+        Some(bound) => {
+            metrics::start(bound.listener, server.counters(), window.clone())?;
+            Some(bound.pid_file)
+        }
+        None => None,
+    };
     seccomp::apply(options.seccomp, options.syslog)?;
     tracing::info!("waiting for a vhost-user frontend on {}", options.endpoint());
     let device = device::Options {
@@ -61,7 +70,7 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
         keep_alive: options.keep_alive,
         window,
     };
-    device::serve(listener, Arc::new(Server::new(fs)), device)?;
+    device::serve(listener, Arc::new(server), device)?;
     if let (Sandbox::None, Some(path)) = (options.sandbox, options.socket()) {
         // From inside the other sandboxes the path is out of reach. std would call unlink(2), which is not allowed.
         let _ = rustix::fs::unlinkat(rustix::fs::CWD, path, rustix::fs::AtFlags::empty());
@@ -82,10 +91,11 @@ fn listen(options: &Options) -> Result<(UnixListener, Option<File>), listen::Err
 
 /// The process that makes files mappable, where a window is asked for.
 fn start_proxy(options: &Options) -> Result<Option<Proxy>, Box<dyn Error>> {
-    let DaxWindow { size, required } = options.dax_window;
-    if size == 0 {
+    let windows = [options.dax_window, options.passthrough_window];
+    if windows.iter().all(|window| window.size == 0) {
         return Ok(None);
     }
+    let required = windows.iter().any(|window| window.required);
     match proxy::start(options.window_guard, options.seccomp) {
         Ok(proxy) => {
             if let (Guard::Off(_), GuardMode::Fanotify) = (proxy.guard(), options.window_guard) {
@@ -93,9 +103,9 @@ fn start_proxy(options: &Options) -> Result<Option<Proxy>, Box<dyn Error>> {
             }
             Ok(Some(proxy))
         }
-        Err(error) if required => Err(format!("there can be no DAX window: {error}").into()),
+        Err(error) if required => Err(format!("there can be no window: {error}").into()),
         Err(error) => {
-            tracing::warn!("there is no DAX window: {error}");
+            tracing::warn!("there is no window: {error}");
             Ok(None)
         }
     }
@@ -103,7 +113,7 @@ fn start_proxy(options: &Options) -> Result<Option<Proxy>, Box<dyn Error>> {
 
 fn start_window(options: &Options, proxy: Option<Proxy>) -> Result<Option<Arc<Window>>, Box<dyn Error>> {
     let Some(proxy) = proxy else { return Ok(None) };
-    Ok(Some(Window::new(options.dax_window.size, Arc::new(proxy))?))
+    Ok(Some(Window::new(options.dax_window.size, options.passthrough(), Arc::new(proxy))?))
 }
 
 fn start_fs(options: &Options, entered: Entered) -> Result<PassthroughFs, Box<dyn Error>> {

@@ -18,11 +18,11 @@ use thiserror::Error;
 /// Why there is no socket to listen on, in one line.
 #[derive(Debug, Error)]
 pub enum Error {
-    #[error("another daemon has the socket '{0}': stop it, or give another --socket-path")]
+    #[error("another daemon has the socket '{0}': stop it, or give another path")]
     InUse(PathBuf),
-    #[error("'{0}' exists and is no socket: remove it, or give another --socket-path")]
+    #[error("'{0}' exists and is no socket: remove it, or give another path")]
     NotASocket(PathBuf),
-    #[error("there is no directory '{0}' for the socket: create it, or give another --socket-path")]
+    #[error("there is no directory '{0}' for the socket: create it, or give another path")]
     NoDirectory(PathBuf),
     #[error("there is no group '{0}' for the socket: see --socket-group")]
     NoGroup(String),

@@ -3,6 +3,7 @@
 mod compat;
 pub mod listen;
 pub mod log;
+pub mod metrics;
 
 use std::ffi::OsString;
 use std::os::fd::RawFd;
@@ -56,6 +57,12 @@ pub struct Options {
     /// Take this inherited descriptor of a listening socket instead of making one
     #[arg(long)]
     pub fd: Option<RawFd>,
+
+    /// Make a socket there that tells how often the guest asked for what, in Prometheus' format: curl --unix-socket PATH http://_
+    ///
+    /// PATH.pid is locked as long as the daemon runs.
+    #[arg(long, value_name = "PATH")]
+    pub metrics_path: Option<PathBuf>,
 
     /// The name by which the guest mounts the share, if the frontend asks the daemon for it (1 to 36 bytes)
     ///
@@ -172,7 +179,26 @@ pub struct Options {
     /// docs/dax.md has QEMU's command. Needs CAP_SYS_ADMIN and Linux 6.9; without them there is a warning and no window, or
     /// with SIZE,required an error.
     #[arg(long, value_name = "SIZE[,required]", default_value = "0", value_parser = parse_window)]
-    pub dax_window: DaxWindow,
+    pub dax_window: WindowSize,
+
+    /// Let a guest with the patch of guest-kernel/ read, write and map whole files with no message, in a window of this size
+    ///
+    /// How much of open files can be mapped at a time, and at most one file for each of --max-mappings that --dax-window
+    /// leaves. The sum with --dax-window must be a power of two. 2M of it are the table of what is where. The
+    /// frontend, the host and ,required are as for --dax-window. It wins over --writeback.
+    #[arg(long, value_name = "SIZE[,required]", default_value = "0", value_parser = parse_window)]
+    pub passthrough_window: WindowSize,
+
+    /// The smallest file that is passed through: smaller ones are read sooner by messages
+    #[arg(long, value_name = "SIZE", default_value = "256K", value_parser = parse_size)]
+    pub passthrough_min_size: u64,
+
+    /// Which passed through files are written in place: where that cannot fail, or all
+    ///
+    /// in-place: without holes, on ext4 and tmpfs. What else is written goes by messages. With always, a write for which the
+    /// host's disk has no room can end the virtual machine.
+    #[arg(long, default_value = "in-place")]
+    pub passthrough_writable: window::Writable,
 
     /// The most files' parts of 2 MiB that are mapped at a time (at most 448, as QEMU ends a VM with 512 memory regions)
     #[arg(long, value_name = "N", default_value_t = DEFAULT_MAPPINGS,
@@ -282,9 +308,9 @@ pub struct Options {
 /// Live mappings unless --max-mappings says otherwise: half of what QEMU has room for, so that two such devices fit.
 const DEFAULT_MAPPINGS: u16 = 256;
 
-/// What `--dax-window` asks for.
+/// What `--dax-window` and `--passthrough-window` ask for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DaxWindow {
+pub struct WindowSize {
     /// In bytes; 0: none.
     pub size: u64,
     /// Do not start without it.
@@ -334,17 +360,17 @@ fn parse_tag(tag: &str) -> Result<String, String> {
     }
 }
 
-fn parse_window(text: &str) -> Result<DaxWindow, String> {
+fn parse_window(text: &str) -> Result<WindowSize, String> {
     let (size, required) = match text.split_once(',') {
         None => (text, false),
         Some((size, "required")) => (size, true),
         Some((_, other)) => return Err(format!("'{other}' is not 'required'")),
     };
     let size = parse_size(size)?;
-    if size != 0 && (size < window::RANGE || !size.is_power_of_two()) {
-        return Err("the size must be 0 or a power of two from 2M on".into());
+    if size % window::RANGE != 0 {
+        return Err("the size must be 0 or a multiple of 2M".into());
     }
-    Ok(DaxWindow { size, required })
+    Ok(WindowSize { size, required })
 }
 
 /// A number of bytes: 4096, 128K, 1M, 2G.
@@ -384,6 +410,7 @@ impl Options {
                 window::MAX_MAPPINGS
             ));
         }
+        self.check_windows()?;
         let finer = self.migration_verify_handles || self.migration_confirm_paths;
         if self.migration_mode == MigrationMode::FileHandles && finer {
             return Err(
@@ -401,6 +428,40 @@ impl Options {
             );
         }
         self.fs_config().map(drop)
+    }
+
+    /// QEMU asserts that the sum of all regions is a power of two.
+    fn check_windows(&self) -> Result<(), String> {
+        let (dax, pass) = (self.dax_window.size, self.passthrough_window.size);
+        let sum = dax.checked_add(pass).filter(|sum| *sum <= 1 << 62);
+        let Some(sum) = sum else { return Err("the windows are too large".into()) };
+        if sum != 0 && !sum.is_power_of_two() {
+            return Err(match pass {
+                0 => "--dax-window must be a power of two, at least 2M".into(),
+                _ => format!(
+                    "--dax-window and --passthrough-window must be a power of two together: give --passthrough-window={}M",
+                    (sum.next_power_of_two() - dax) >> 20
+                ),
+            });
+        }
+        let Some(passthrough) = self.passthrough() else { return Ok(()) };
+        if passthrough.size < window::MIN_SIZE {
+            return Err(format!("--passthrough-window must be at least {}M", window::MIN_SIZE >> 20));
+        }
+        if passthrough.slots == 0 {
+            return Err("--dax-window leaves no mappings for --passthrough-window: raise --max-mappings".into());
+        }
+        Ok(())
+    }
+
+    /// The passthrough window, if one is asked for.
+    pub fn passthrough(&self) -> Option<window::Settings> {
+        // Each 2 MiB of the DAX window may be a mapping, and the table is one.
+        let others = self.dax_window.size / window::RANGE + 1;
+        let slots = u64::from(self.max_mappings).saturating_sub(others) as usize;
+        let settings =
+            window::Settings { size: self.passthrough_window.size, slots, writable: self.passthrough_writable };
+        (settings.size > 0).then_some(settings)
     }
 
     /// The directory to share; [`parse`] sees to it that it is given.
@@ -466,6 +527,7 @@ impl Options {
             xattrmap: self.xattrmap.clone(),
             migration: self.migration(),
             dax_min_size: self.dax_min_size,
+            passthrough_min_size: self.passthrough_min_size,
         })
     }
 
@@ -572,6 +634,12 @@ mod tests {
             "--shared-dir /s --fd 3 --dax-window 128M,please",
             "--shared-dir /s --fd 3 --dax-window 256M --max-mappings 64",
             "--shared-dir /s --fd 3 --max-mappings 449",
+            "--shared-dir /s --fd 3 --passthrough-window 3M",
+            "--shared-dir /s --fd 3 --passthrough-window 2M",
+            "--shared-dir /s --fd 3 --passthrough-window 6M",
+            "--shared-dir /s --fd 3 --passthrough-window 256M --dax-window 128M",
+            "--shared-dir /s --fd 3 --passthrough-window 512M --dax-window 512M",
+            "--shared-dir /s --fd 3 --passthrough-window 18446744073707454464 --dax-window 2M",
         ] {
             let text = args(line).unwrap_err().to_string();
             assert!(!text.contains('\n') && text.ends_with("options)"), "{line}: {text}");

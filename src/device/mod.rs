@@ -103,7 +103,7 @@ pub struct Options {
     pub request_queues: u16,
     /// Accept another frontend when one is gone.
     pub keep_alive: bool,
-    /// The DAX window, which the handler's file system uses too.
+    /// The shared memory regions, which the handler's file system uses too.
     pub window: Option<Arc<Window>>,
 }
 
@@ -292,7 +292,7 @@ impl<H: Handler> VhostUserBackend for Device<H> {
     }
 
     fn get_shmem_config(&self) -> io::Result<VhostUserShMemConfig> {
-        let sizes: Vec<u64> = self.window.iter().map(|window| window.announce()).collect();
+        let sizes = self.window.as_ref().map(|window| window.announce()).unwrap_or_default();
         Ok(VhostUserShMemConfig::new(sizes.len() as u32, &sizes))
     }
 

@@ -14,9 +14,6 @@ use super::dirty::DirtyLog;
 use super::ring::Vring;
 use crate::window::Frontend;
 
-/// Id of the DAX window (VIRTIO 1.3, section 5.11.6.4).
-const DAX: u8 = 0;
-
 /// The channel for requests to the frontend, and the rings that tell whether it has started the device.
 pub struct Channel {
     pub backend: Backend,
@@ -38,14 +35,15 @@ impl Frontend for Channel {
         self.mem.memory().iter().filter(is_it).count()
     }
 
-    fn map(&self, at: u64, len: u64, file: BorrowedFd, from: u64, writable: bool) -> io::Result<()> {
+    fn map(&self, region: u8, at: u64, len: u64, file: BorrowedFd, from: u64, writable: bool) -> io::Result<()> {
         let flags = if writable { VhostUserMMapFlags::WRITABLE.bits() } else { 0 };
-        let request = VhostUserMMap { shmid: DAX, fd_offset: from, shm_offset: at, len, flags, ..Default::default() };
+        let request =
+            VhostUserMMap { shmid: region, fd_offset: from, shm_offset: at, len, flags, ..Default::default() };
         self.backend.shmem_map(&request, &file.as_raw_fd()).map(drop)
     }
 
-    fn unmap(&self, at: u64, len: u64) -> io::Result<()> {
-        let request = VhostUserMMap { shmid: DAX, shm_offset: at, len, ..Default::default() };
+    fn unmap(&self, region: u8, at: u64, len: u64) -> io::Result<()> {
+        let request = VhostUserMMap { shmid: region, shm_offset: at, len, ..Default::default() };
         self.backend.shmem_unmap(&request).map(drop)
     }
 }

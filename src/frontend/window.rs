@@ -1,4 +1,4 @@
-//! The frontend's shared memory region 0: maps what the device asks for, by QEMU's rules and in its order, which is to
+//! The frontend's shared memory regions: maps what the device asks for, by QEMU's rules and in its order, which is to
 //! answer first and to change the memory table then.
 
 use std::collections::BTreeMap;
@@ -15,8 +15,11 @@ use vhost::vhost_user::{
     Frontend as Connection, FrontendReqHandler, HandlerResult, VhostUserFrontend, VhostUserFrontendReqHandler,
 };
 
-/// Where the region is in guest memory: beyond all else.
+/// Where region 0 is in guest memory: beyond all else.
 pub const BASE: u64 = 1 << 40;
+
+/// Where the others are: each so far from the one before.
+const APART: u64 = 1 << 40;
 
 /// A live mapping.
 #[derive(Clone, Debug)]
@@ -28,10 +31,12 @@ pub struct Mapped {
     pub writable: bool,
 }
 
-/// The region, as the device has had it filled.
+/// The regions, as the device has had them filled.
 pub struct Window {
-    /// In bytes, as the device says.
+    /// Of region 0 in bytes, as the device says.
     pub size: u64,
+    /// Of all, by id.
+    pub sizes: Vec<u64>,
     state: Arc<State>,
     vhost: Connection,
 }
@@ -45,20 +50,29 @@ impl Drop for Window {
     }
 }
 
+/// A region and an offset in it.
+type Place = (u8, u64);
+
 struct State {
-    size: u64,
-    /// By offset in the region.
-    mapped: Mutex<BTreeMap<u64, Mapped>>,
+    sizes: Vec<u64>,
+    mapped: Mutex<BTreeMap<Place, Mapped>>,
     most: Mutex<usize>,
     /// Changes of the memory table that are due.
-    due: Mutex<Vec<(bool, u64, Mapped)>>,
+    due: Mutex<Vec<(bool, Place, Mapped)>>,
 }
 
 impl Window {
     /// Asks the device for its region and serves its requests from now on.
     pub(super) fn open(vhost: &mut Connection) -> io::Result<Self> {
-        let size = vhost.get_shmem_config().map_err(io::Error::other)?.memory_sizes[0];
-        let state = Arc::new(State { size, mapped: Mutex::default(), most: Mutex::default(), due: Mutex::default() });
+        let config = vhost.get_shmem_config().map_err(io::Error::other)?;
+        let (count, sizes) = (config.nregions as usize, config.memory_sizes);
+        let sizes: Vec<u64> = sizes.into_iter().take(count).collect();
+        let state = Arc::new(State {
+            sizes: sizes.clone(),
+            mapped: Mutex::default(),
+            most: Mutex::default(),
+            due: Mutex::default(),
+        });
         let mut requests = FrontendReqHandler::new(state.clone()).map_err(io::Error::other)?;
         requests.set_reply_ack_flag(true);
         // SAFETY: the handler owns the descriptor and outlives this call.
@@ -72,12 +86,18 @@ impl Window {
                 }
             }
         });
-        Ok(Self { size, state, vhost: kept })
+        Ok(Self { size: sizes.first().copied().unwrap_or(0), sizes, state, vhost: kept })
     }
 
-    /// Live mappings, by offset in the region.
+    /// Live mappings of region 0, by offset.
     pub fn mapped(&self) -> BTreeMap<u64, Mapped> {
-        self.state.mapped.lock().clone()
+        self.mapped_in(0)
+    }
+
+    /// Live mappings of a region, by offset.
+    pub fn mapped_in(&self, region: u8) -> BTreeMap<u64, Mapped> {
+        let all = self.state.mapped.lock();
+        all.iter().filter(|((id, _), _)| *id == region).map(|((_, at), mapped)| (*at, mapped.clone())).collect()
     }
 
     /// The most live mappings that there were at a time.
@@ -86,11 +106,12 @@ impl Window {
     }
 }
 
-fn commit(vhost: &mut Connection, add: bool, at: u64, mapped: &Mapped) -> vhost::Result<()> {
+fn commit(vhost: &mut Connection, add: bool, (id, at): Place, mapped: &Mapped) -> vhost::Result<()> {
+    let addr = BASE + u64::from(id) * APART + at;
     let region = VhostUserMemoryRegionInfo {
-        guest_phys_addr: BASE + at,
+        guest_phys_addr: addr,
         memory_size: mapped.len,
-        userspace_addr: BASE + at,
+        userspace_addr: addr,
         mmap_offset: mapped.from,
         mmap_handle: mapped.file.as_raw_fd(),
     };
@@ -103,9 +124,13 @@ fn commit(vhost: &mut Connection, add: bool, at: u64, mapped: &Mapped) -> vhost:
 impl State {
     fn check(&self, request: &VhostUserMMap, fd: BorrowedFd) -> io::Result<()> {
         let (at, len, from) = (request.shm_offset, request.len, request.fd_offset);
-        let overlaps = self.mapped.lock().range(..at + len).next_back().is_some_and(|(&a, m)| a + m.len > at);
+        let id = request.shmid;
+        let before =
+            |all: &BTreeMap<Place, Mapped>| all.range((id, 0)..(id, at + len)).next_back().map(|(p, m)| p.1 + m.len);
+        let overlaps = before(&self.mapped.lock()).is_some_and(|end| end > at);
+        let size = self.sizes.get(usize::from(id)).copied().unwrap_or(0);
         let wrong = match () {
-            _ if request.shmid != 0 || at + len > self.size => "outside of the region",
+            _ if at + len > size => "outside of the region",
             _ if overlaps => "overlap",
             _ if fcntl_getfl(fd)? & OFlags::ACCMODE != OFlags::RDWR => "not open for writing",
             _ if (fstat(fd)?.st_size as u64) < from + len => "the file is too small",
@@ -126,9 +151,10 @@ impl VhostUserFrontendReqHandler for State {
             from: request.fd_offset,
             writable: request.flags & VhostUserMMapFlags::WRITABLE.bits() != 0,
         };
-        self.due.lock().push((true, request.shm_offset, mapped.clone()));
+        let place = (request.shmid, request.shm_offset);
+        self.due.lock().push((true, place, mapped.clone()));
         let mut all = self.mapped.lock();
-        all.insert(request.shm_offset, mapped);
+        all.insert(place, mapped);
         let mut most = self.most.lock();
         *most = all.len().max(*most);
         Ok(0)
@@ -136,7 +162,7 @@ impl VhostUserFrontendReqHandler for State {
 
     fn shmem_unmap(&self, request: &VhostUserMMap) -> HandlerResult<u64> {
         let mut all = self.mapped.lock();
-        let at = request.shm_offset;
+        let at = (request.shmid, request.shm_offset);
         match all.get(&at) {
             Some(mapped) if mapped.len == request.len => {
                 self.due.lock().extend(all.remove(&at).map(|mapped| (false, at, mapped)));

@@ -55,7 +55,7 @@ impl PassthroughFs {
         }
     }
 
-    fn change(&self, fd: BorrowedFd, a: &SetattrIn, valid: SetattrValid, node: u64) -> Result<()> {
+    fn change(&self, fd: BorrowedFd, a: &SetattrIn, valid: SetattrValid, inode: &Inode) -> Result<()> {
         // Before the mode: a change of owner clears set-id bits on the host too.
         if valid.intersects(SetattrValid::UID | SetattrValid::GID) {
             let uid = valid.contains(SetattrValid::UID).then(|| self.host_uid(a.uid)).transpose()?;
@@ -70,8 +70,8 @@ impl PassthroughFs {
         if valid.contains(SetattrValid::SIZE) {
             let kill = self.has(InitFlags::HANDLE_KILLPRIV_V2) && valid.contains(SetattrValid::KILL_SUIDGID);
             cred::keep_setid(!kill);
-            self.changing(node, || match valid.contains(SetattrValid::FH) {
-                true => ftruncate(self.handles.get(node, a.fh)?.fd(), a.size),
+            self.resize(inode, a.size, || match valid.contains(SetattrValid::FH) {
+                true => ftruncate(self.handles.get(inode.id, a.fh)?.fd(), a.size),
                 false => sys::truncate(FdPath::new(fd).as_cstr(), a.size),
             })?;
             self.drop_capability(fd);
@@ -96,7 +96,11 @@ impl PassthroughFs {
 impl Attrs for PassthroughFs {
     fn getattr(&self, node: u64, fh: Option<u64>) -> Result<AttrOut> {
         let inode = self.inodes.get(node)?;
-        self.with_either(&inode, fh, |fd| Ok(self.attr_out(&inode, &stat(fd, c"")?)))
+        self.with_either(&inode, fh, |fd| {
+            let st = stat(fd, c"")?;
+            self.saw(node, &st, fd);
+            Ok(self.attr_out(&inode, &st))
+        })
     }
 
     fn setattr(&self, node: u64, attr: &SetattrIn) -> Result<AttrOut> {
@@ -104,7 +108,7 @@ impl Attrs for PassthroughFs {
         let valid = SetattrValid::from_bits_truncate(attr.valid);
         let inode = self.inodes.get(node)?;
         inode.with_fd(&self.places, |fd| {
-            self.change(fd, attr, valid, node)?;
+            self.change(fd, attr, valid, &inode)?;
             Ok(self.attr_out(&inode, &stat(fd, c"")?))
         })
     }
@@ -114,7 +118,11 @@ impl Attrs for PassthroughFs {
         let flags = AtFlags::from_bits_truncate(flags) & sync | AtFlags::EMPTY_PATH;
         let mask = StatxFlags::from_bits_truncate(mask) & (StatxFlags::BASIC_STATS | StatxFlags::BTIME);
         let inode = self.inodes.get(node)?;
-        let st = self.with_either(&inode, fh, |fd| statx(fd, c"", flags, mask | StatxFlags::BASIC_STATS))?;
+        let st = self.with_either(&inode, fh, |fd| {
+            let st = statx(fd, c"", flags, mask | StatxFlags::BASIC_STATS)?;
+            self.saw(node, &st, fd);
+            Ok(st)
+        })?;
         inode.tell_size(st.stx_size);
         Ok(StatxOut {
             attr_valid: self.timeout.as_secs(),

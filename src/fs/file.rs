@@ -2,6 +2,7 @@
 
 use std::ffi::CStr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 
 use rustix::fs::{
     self, FallocateFlags, Mode, OFlags, SeekFrom, copy_file_range, fallocate, fdatasync, fstatfs, fsync, openat, seek,
@@ -9,11 +10,11 @@ use rustix::fs::{
 use rustix::io::Errno;
 
 use super::handle::Handle;
-use super::inode::{FdPath, stat};
+use super::inode::{FdPath, Inode, stat};
 use super::{CachePolicy, PassthroughFs, cred, sys};
 use crate::fuse::abi::*;
 use crate::fuse::buf::IoRange;
-use crate::fuse::ops::{Creator, Files, Result};
+use crate::fuse::ops::{Created, Creator, Files, Result, Served};
 
 /// File systems on which close(2) neither writes nor reports anything (statfs(2)'s f_type).
 const LOCAL: [i64; 7] = [
@@ -61,42 +62,57 @@ impl PassthroughFs {
         }
     }
 
-    fn opened(&self, node: u64, file: OwnedFd) -> Result<OpenOut> {
+    /// Gives the guest an open file. `flags`: its own.
+    fn opened(&self, inode: &Arc<Inode>, file: OwnedFd, flags: u32) -> Result<Served<OpenOut>> {
         let open_flags = match self.config.cache {
             CachePolicy::Auto => OpenFlags::empty(),
             CachePolicy::Always => OpenFlags::KEEP_CACHE,
             // The host's file system orders writes to one file by itself.
             CachePolicy::Never | CachePolicy::Metadata => OpenFlags::DIRECT_IO | OpenFlags::PARALLEL_DIRECT_WRITES,
         };
-        let fh = self.handles.insert(Handle::file(file, node))?;
-        Ok(OpenOut { fh, open_flags: open_flags.bits(), backing_id: 0 })
+        let entry = self.count(inode, file.as_fd(), flags);
+        let fh = self.handles.insert(Handle::file(file, inode.id)).inspect_err(|_| self.uncount(inode.id))?;
+        Ok(entry.map(move |entry| match entry {
+            // There is no cache that the other flags could be about.
+            Some(index) => OpenOut { fh, open_flags: OpenFlags::PASSTHROUGH.bits(), backing_id: index as i32 },
+            None => OpenOut { fh, open_flags: open_flags.bits(), backing_id: 0 },
+        }))
     }
 
-    fn open_known(&self, node: u64, open: &OpenIn) -> Result<OpenOut> {
+    /// An open that was counted is over.
+    fn uncount(&self, node: u64) {
+        self.passing().into_iter().for_each(|pass| pass.release(node));
+    }
+
+    fn open_known(&self, node: u64, open: &OpenIn) -> Result<Served<OpenOut>> {
         let inode = self.inodes.get(node)?;
         // A device or FIFO is the guest's own affair; to open the host's could block or act.
         if inode.format() != libc::S_IFREG {
             return Err(Errno::BADF);
         }
         cred::keep_setid(open.open_flags & OPEN_KILL_SUIDGID == 0);
-        let try_open = || self.try_open(open.flags, |flags| inode.open(&self.places, flags));
-        let file = if open.flags & libc::O_TRUNC as u32 != 0 { self.changing(node, try_open) } else { try_open() }?;
-        if open.flags & libc::O_TRUNC as u32 != 0 {
-            inode.tell_size(0);
-            self.drop_capability(file.as_fd());
-        }
-        self.opened(node, file)
+        let opening = || self.try_open(open.flags, |flags| inode.open(&self.places, flags));
+        let file = match open.flags & libc::O_TRUNC as u32 {
+            0 => opening()?,
+            _ => {
+                let file = self.resize(&inode, 0, opening)?;
+                inode.tell_size(0);
+                self.drop_capability(file.as_fd());
+                file
+            }
+        };
+        self.opened(&inode, file, open.flags)
     }
 
     /// Enters and opens a file that was made just now.
-    fn enter_new(&self, parent: u64, file: OwnedFd, by: &Creator) -> Result<(EntryOut, OpenOut)> {
+    fn enter_new(&self, parent: u64, file: OwnedFd, flags: u32, by: &Creator) -> Result<Served<Created>> {
         let parent = self.inodes.get(parent)?;
         let st = stat(file.as_fd(), c"")?;
         let inode = self.inodes.learn(&st, self.places.place_open(file.as_fd())?);
         let entry = self.entry(&parent, &inode, &st);
         let labelled = by.label.map_or(Ok(()), |(label, value)| self.label(inode.id, label, value));
-        match labelled.and_then(|()| self.opened(inode.id, file)) {
-            Ok(open) => Ok((entry, open)),
+        match labelled.and_then(|()| self.opened(&inode, file, flags)) {
+            Ok(open) => Ok(open.map(move |open| (entry, open))),
             Err(errno) => {
                 self.inodes.forget(inode.id, 1);
                 Err(errno)
@@ -125,11 +141,11 @@ impl PassthroughFs {
 }
 
 impl Files for PassthroughFs {
-    fn open(&self, node: u64, open: &OpenIn) -> Result<OpenOut> {
+    fn open(&self, node: u64, open: &OpenIn) -> Result<Served<OpenOut>> {
         self.open_known(node, open)
     }
 
-    fn create(&self, parent: u64, name: &CStr, create: &CreateIn, by: &Creator) -> Result<(EntryOut, OpenOut)> {
+    fn create(&self, parent: u64, name: &CStr, create: &CreateIn, by: &Creator) -> Result<Served<Created>> {
         self.writable()?;
         let made = self.within(parent, name, |_, dir| {
             let _identity = self.act_as(by)?;
@@ -138,20 +154,21 @@ impl Files for PassthroughFs {
             openat(dir, name, self.host_flags(create.flags) | new, mode)
         });
         match made {
-            Ok(file) => self.enter_new(parent, file, by).inspect_err(|_| {
+            Ok(file) => self.enter_new(parent, file, create.flags, by).inspect_err(|_| {
                 let _ = self.within(parent, name, |_, dir| fs::unlinkat(dir, name, fs::AtFlags::empty()));
             }),
             Err(Errno::EXIST) if create.flags & libc::O_EXCL as u32 == 0 => {
                 let entry = self.within(parent, name, |parent, dir| self.enter(parent, dir, name, false))?;
                 let open = OpenIn { flags: create.flags, open_flags: create.open_flags };
                 let opened = self.open_known(entry.nodeid, &open);
-                Ok((entry, opened.inspect_err(|_| self.inodes.forget(entry.nodeid, 1))?))
+                let opened = opened.inspect_err(|_| self.inodes.forget(entry.nodeid, 1))?;
+                Ok(opened.map(move |open| (entry, open)))
             }
             Err(errno) => Err(errno),
         }
     }
 
-    fn tmpfile(&self, parent: u64, create: &CreateIn, by: &Creator) -> Result<(EntryOut, OpenOut)> {
+    fn tmpfile(&self, parent: u64, create: &CreateIn, by: &Creator) -> Result<Served<Created>> {
         self.writable()?;
         let file = self.inodes.get(parent)?.with_fd(&self.places, |dir| {
             let _identity = self.act_as(by)?;
@@ -159,7 +176,7 @@ impl Files for PassthroughFs {
             let mode = Mode::from_raw_mode(create.mode & 0o7777);
             openat(dir, c".", self.host_flags(create.flags) | OFlags::TMPFILE | excl, mode)
         })?;
-        self.enter_new(parent, file, by)
+        self.enter_new(parent, file, create.flags, by)
     }
 
     fn read(&self, node: u64, read: &ReadIn, to: &IoRange) -> Result<usize> {
@@ -177,6 +194,9 @@ impl Files for PassthroughFs {
         if !cached {
             self.drop_capability(handle.fd());
         }
+        if let Some(pass) = self.passing() {
+            pass.wrote(node, handle.fd(), (!append).then_some(write.offset), n as u64);
+        }
         Ok(n)
     }
 
@@ -193,6 +213,7 @@ impl Files for PassthroughFs {
         for owner in handle.lock_owners() {
             self.locks.drop_owner(node, owner);
         }
+        self.uncount(node);
         Ok(())
     }
 
@@ -207,7 +228,13 @@ impl Files for PassthroughFs {
         cred::keep_setid(true);
         let mode = FallocateFlags::from_bits(a.mode).ok_or(Errno::OPNOTSUPP)?;
         let handle = self.handles.get(node, a.fh)?;
-        self.changing(node, || fallocate(handle.fd(), mode, a.offset, a.length))
+        self.changing(node, || fallocate(handle.fd(), mode, a.offset, a.length))?;
+        match self.passing() {
+            Some(pass) if mode.contains(FallocateFlags::PUNCH_HOLE) => pass.punched(node, a.offset),
+            Some(pass) => pass.wrote(node, handle.fd(), Some(a.offset), a.length),
+            None => {}
+        }
+        Ok(())
     }
 
     fn lseek(&self, node: u64, fh: u64, offset: u64, whence: u32) -> Result<u64> {
@@ -229,7 +256,12 @@ impl Files for PassthroughFs {
         cred::keep_setid(true);
         let (mut off_in, mut off_out) = (a.off_in, a.off_out);
         let len = usize::try_from(a.len).map_err(|_| Errno::INVAL)?;
-        self.changing(a.nodeid_out, || copy_file_range(from.fd(), Some(&mut off_in), to.fd(), Some(&mut off_out), len))
+        let copy = || copy_file_range(from.fd(), Some(&mut off_in), to.fd(), Some(&mut off_out), len);
+        let n = self.changing(a.nodeid_out, copy)?;
+        if let Some(pass) = self.passing() {
+            pass.wrote(a.nodeid_out, to.fd(), Some(a.off_out), n as u64);
+        }
+        Ok(n)
     }
 
     fn syncfs(&self, node: u64) -> Result<()> {

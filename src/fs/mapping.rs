@@ -1,6 +1,6 @@
 //! SETUPMAPPING and REMOVEMAPPING, and which files are worth them.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use rustix::fs::{OFlags, Statx, StatxAttributes};
@@ -11,8 +11,8 @@ use super::cred;
 use super::file_handle::Handles;
 use super::inode::{Inode, stat};
 use crate::fuse::abi::*;
-use crate::fuse::ops::{Handover, Mappings, Result};
-use crate::window::{Facts, Source, Window};
+use crate::fuse::ops::{Handover, Mappings, Result, Served};
+use crate::window::{Facts, Passthrough, Source, Window};
 
 /// Permission bits to execute.
 const EXECUTE: u32 = 0o111;
@@ -27,10 +27,60 @@ impl PassthroughFs {
         self.window.as_ref().is_some_and(|window| window.is_open())
     }
 
+    /// Window passthrough, in a session that has it.
+    pub(super) fn passing(&self) -> Option<&Arc<Passthrough>> {
+        self.window.as_ref()?.passing()
+    }
+
+    /// Counts an open; the index of its entry if it has passthrough. `flags`: the guest's.
+    pub(super) fn count(&self, inode: &Arc<Inode>, file: BorrowedFd, flags: u32) -> Served<Option<u32>> {
+        let Some(pass) = self.passing() else { return Served::Now(None) };
+        let source = if pass.is_open(inode.id) { None } else { self.worth_passing(inode, file, flags) };
+        pass.open(inode.id, file, source)
+    }
+
+    /// A file that is better passed through than sent, by its first open.
+    fn worth_passing(&self, inode: &Arc<Inode>, file: BorrowedFd, flags: u32) -> Option<Arc<dyn Source>> {
+        let flags = OFlags::from_bits_retain(flags);
+        let appends = flags.contains(OFlags::APPEND) && flags & OFlags::ACCMODE == OFlags::WRONLY;
+        let direct = self.config.allow_direct_io && flags.contains(OFlags::DIRECT);
+        if appends || direct || self.config.readonly {
+            return None;
+        }
+        let st = stat(file, c"").ok()?;
+        let fixed = st.stx_attributes.intersects(StatxAttributes::IMMUTABLE | StatxAttributes::APPEND);
+        let worth = st.stx_size >= self.config.passthrough_min_size && !fixed;
+        worth.then(|| self.opener(inode.clone()) as Arc<dyn Source>)
+    }
+
+    /// Runs what gives a file this size, ordered with what a guest with passthrough is told of it.
+    pub(super) fn resize<R>(&self, inode: &Inode, size: u64, run: impl FnOnce() -> Result<R>) -> Result<R> {
+        let run = || self.changing(inode.id, run);
+        let look = || inode.with_fd(&self.places, |fd| Ok(stat(fd, c"")?.stx_size));
+        match self.passing() {
+            Some(pass) => pass.truncate(inode.id, size, run, look),
+            None => run(),
+        }
+    }
+
+    /// Compares a file's size with what a guest with passthrough knows.
+    pub(super) fn saw(&self, node: u64, st: &Statx, fd: BorrowedFd) {
+        if let Some(pass) = self.passing() {
+            pass.saw(node, st.stx_size, || Ok(stat(fd, c"")?.stx_size));
+        }
+    }
+
+    fn opener(&self, inode: Arc<Inode>) -> Arc<Opener> {
+        let (places, proc_self_fd) = (self.places.clone(), self.proc_self_fd.clone());
+        Arc::new(Opener { inode, places, proc_self_fd, readonly: self.config.readonly })
+    }
+
     /// ATTR_DAX for a file that is better mapped than sent. One with an execute bit is not: the host may execute it, and
     /// could not if it were written to, or could not write to it.
     pub(super) fn dax_flag(&self, st: &Statx) -> u32 {
+        // A file cannot have both.
         let worth = self.has(InitFlags::HAS_INODE_DAX)
+            && self.passing().is_none()
             && u32::from(st.stx_mode) & (libc::S_IFMT | EXECUTE) == libc::S_IFREG
             && st.stx_size >= self.config.dax_min_size
             && !self.config.readonly
@@ -63,13 +113,12 @@ impl Mappings for PassthroughFs {
         if writable {
             self.writable()?;
         }
-        let source = Opener {
-            inode,
-            places: self.places.clone(),
-            proc_self_fd: self.proc_self_fd.clone(),
-            readonly: self.config.readonly,
-        };
-        window.map(args.moffset, args.len, args.foffset, writable, node, Arc::new(source))
+        if args.flags & SETUPMAPPING_PASSTHROUGH != 0 {
+            let pass = self.passing().ok_or(Errno::NOSYS)?;
+            self.handles.get(node, args.fh)?;
+            return Ok(pass.ask(node, args.foffset, args.len, writable));
+        }
+        window.map(args.moffset, args.len, args.foffset, writable, node, self.opener(inode))
     }
 
     fn removemapping(&self, parts: &[RemovemappingOne]) -> Result<Handover> {

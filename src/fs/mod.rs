@@ -119,6 +119,8 @@ pub struct Config {
     pub migration: Migration,
     /// Smallest file that the guest is told to map (`--dax-min-size`), in bytes.
     pub dax_min_size: u64,
+    /// Smallest file that is passed through (`--passthrough-min-size`), in bytes.
+    pub passthrough_min_size: u64,
 }
 
 impl Default for Config {
@@ -151,6 +153,7 @@ impl Default for Config {
                 trust_handles: false,
             },
             dax_min_size: 0,
+            passthrough_min_size: 0,
         }
     }
 }
@@ -287,9 +290,21 @@ impl Control for PassthroughFs {
         let acl = InitFlags::POSIX_ACL | InitFlags::DONT_MASK;
         wanted |= self.offer(c.posix_acl, "posix-acl", acl, offered)?;
         wanted |= self.offer(c.security_label, "security-label", InitFlags::SECURITY_CTX, offered)?;
+        let pass = self.window.as_ref().and_then(|window| window.passthrough());
+        let passthrough = pass.filter(|_| offered.contains(InitFlags::PASSTHROUGH_SHM)).map(|pass| pass.start());
+        if passthrough.is_some() {
+            wanted |= InitFlags::PASSTHROUGH_SHM;
+            if c.writeback {
+                // Under it the guest owns size and times.
+                tracing::warn!(
+                    "the guest has window passthrough, and so no write-back cache: --writeback has no effect"
+                );
+                wanted -= InitFlags::WRITEBACK_CACHE;
+            }
+        }
         let flags = wanted & offered;
         self.session.store(flags.bits(), Ordering::Relaxed);
-        Ok(Session { flags, map_alignment: window::RANGE_SHIFT })
+        Ok(Session { flags, map_alignment: window::RANGE_SHIFT, passthrough })
     }
 
     fn destroy(&self) {
@@ -306,10 +321,19 @@ impl Control for PassthroughFs {
     }
 
     fn save(&self) -> io::Result<Vec<u8>> {
+        if self.has(InitFlags::PASSTHROUGH_SHM) {
+            return Err(io::Error::new(
+                io::ErrorKind::Unsupported,
+                "the guest has window passthrough, which cannot move",
+            ));
+        }
         Ok(self.save_state()?.encode())
     }
 
     fn load(&self, flags: InitFlags, state: &[u8]) -> io::Result<()> {
+        if flags.contains(InitFlags::PASSTHROUGH_SHM) {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "the source's guest has window passthrough"));
+        }
         self.load_state(flags, state).inspect_err(|_| self.destroy())
     }
 }

@@ -127,6 +127,9 @@ impl Names for PassthroughFs {
 
     fn forget(&self, node: u64, nlookup: u64) {
         self.inodes.forget(node, nlookup);
+        if let Some(pass) = self.passing().filter(|_| self.inodes.get(node).is_err()) {
+            pass.forget(node);
+        }
     }
 
     fn readlink(&self, node: u64, to: &mut Vec<u8>) -> Result<()> {

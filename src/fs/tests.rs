@@ -63,7 +63,7 @@ impl Share {
 
     fn open(&self, name: &CStr, flags: i32) -> (u64, u64) {
         let node = self.lookup(name).unwrap().nodeid;
-        (node, self.fs.open(node, &OpenIn { flags: flags as u32, open_flags: 0 }).unwrap().fh)
+        (node, self.fs.open(node, &OpenIn { flags: flags as u32, open_flags: 0 }).unwrap().wait().unwrap().fh)
     }
 
     fn write(&self, node: u64, fh: u64, offset: u64, data: &[u8], write_flags: u32, flags: i32) -> Result<usize> {
@@ -223,7 +223,7 @@ fn create_opens_what_is_there_unless_exclusive() {
     let s = plain();
     let create = |flags: i32| {
         let create = CreateIn { flags: flags as u32, mode: 0o640, ..Default::default() };
-        s.fs.create(ROOT_ID, c"f", &create, &me())
+        s.fs.create(ROOT_ID, c"f", &create, &me())?.wait()
     };
     let (entry, open) = create(libc::O_RDWR | libc::O_EXCL).unwrap();
     assert_eq!(entry.attr.mode, libc::S_IFREG | 0o640);
@@ -446,7 +446,7 @@ fn a_read_only_share_is_not_written() {
     fs.init(InitFlags::all()).unwrap();
     let node = fs.lookup(ROOT_ID, c"f").unwrap().nodeid;
     let by = me();
-    let open = |flags: i32| fs.open(node, &OpenIn { flags: flags as u32, open_flags: 0 }).map(|o| o.fh);
+    let open = |flags: i32| fs.open(node, &OpenIn { flags: flags as u32, open_flags: 0 })?.wait().map(|o| o.fh);
     let fh = open(libc::O_RDONLY).unwrap();
     let refused = [
         open(libc::O_RDWR).map(drop),
@@ -508,7 +508,7 @@ fn a_label_comes_with_the_file() {
         made => made.unwrap(),
     };
     let create = CreateIn { flags: libc::O_RDWR as u32, mode: 0o600, ..Default::default() };
-    let (file, _) = s.fs.create(ROOT_ID, c"f", &create, &by).unwrap();
+    let (file, _) = s.fs.create(ROOT_ID, c"f", &create, &by).unwrap().wait().unwrap();
     let mut out = Vec::new();
     for node in [dir.nodeid, file.nodeid] {
         s.fs.getxattr(node, c"security.selinux", 100, &mut out).unwrap();
@@ -626,7 +626,7 @@ fn lock_ranges() {
 fn a_temporary_file_gets_a_name() {
     let s = plain();
     let create = CreateIn { flags: libc::O_RDWR as u32, mode: 0o600, ..Default::default() };
-    let (entry, open) = match s.fs.tmpfile(ROOT_ID, &create, &me()) {
+    let (entry, open) = match s.fs.tmpfile(ROOT_ID, &create, &me()).and_then(Served::wait) {
         Err(Errno::OPNOTSUPP) => return,
         made => made.unwrap(),
     };

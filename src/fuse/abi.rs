@@ -28,6 +28,9 @@ macro_rules! opcodes {
         pub enum Opcode { $($name = $value,)* }
 
         impl Opcode {
+            /// No opcode is this or above.
+            pub const COUNT: usize = { let last = [$($value),*]; last[last.len() - 1] + 1 };
+
             /// The opcode with this number, if there is one.
             pub fn from_u32(value: u32) -> Option<Self> {
                 match value { $($value => Some(Self::$name),)* _ => None }
@@ -120,6 +123,8 @@ bitflags::bitflags! {
         const DIRECT_IO_ALLOW_MMAP = 1 << 36;
         const PASSTHROUGH = 1 << 37;
         const ALLOW_IDMAP = 1 << 40;
+        /// Window passthrough (docs/protocol.md). Not Linux's.
+        const PASSTHROUGH_SHM = 1 << 62;
     }
 
     /// Which fields SETATTR sets (FATTR_*).
@@ -174,6 +179,8 @@ pub const ATTR_SUBMOUNT: u32 = 1 << 0;
 pub const ATTR_DAX: u32 = 1 << 1;
 /// SETUPMAPPING: the guest is to write too.
 pub const SETUPMAPPING_WRITE: u64 = 1 << 0;
+/// SETUPMAPPING: for window passthrough (docs/protocol.md). Not Linux's.
+pub const SETUPMAPPING_PASSTHROUGH: u64 = 1 << 62;
 /// Extension types up to this number are counts of security contexts (FUSE_MAX_NR_SECCTX).
 pub const MAX_NR_SECCTX: u32 = 31;
 /// Extension type of supplementary groups (FUSE_EXT_GROUPS).

@@ -3,12 +3,14 @@
 
 pub mod abi;
 pub mod buf;
+pub mod metrics;
 pub mod ops;
 mod reply;
 mod request;
 mod state;
 
 use std::ops::ControlFlow;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::io::Errno;
@@ -16,6 +18,7 @@ use zerocopy::IntoBytes;
 
 use abi::*;
 use buf::IoVecs;
+use metrics::Counters;
 use ops::*;
 use reply::Reply;
 use request::Request;
@@ -33,7 +36,8 @@ const MAX_BACKGROUND: u16 = 1024;
 pub struct Server<F> {
     fs: F,
     /// What INIT settled ([`InitFlags`]), or `CLOSED`.
-    session: AtomicU64,
+    session: Arc<AtomicU64>,
+    counters: Arc<Counters>,
 }
 
 /// No session: bit 63 is no flag that is ever claimed.
@@ -72,12 +76,18 @@ enum Done {
     Reply,
     Silent,
     Wait(LockWait),
-    Hand(Handover),
+    /// The reply's body comes from another thread.
+    Hand(Handover<Vec<u8>>),
 }
 
 impl<F: FileSystem> Server<F> {
     pub fn new(fs: F) -> Self {
-        Self { fs, session: AtomicU64::new(CLOSED) }
+        Self { fs, session: Arc::new(AtomicU64::new(CLOSED)), counters: Arc::default() }
+    }
+
+    /// What it has been asked for.
+    pub fn counters(&self) -> Arc<Counters> {
+        self.counters.clone()
     }
 
     /// Serves the request in `work`. Never panics, whatever the guest wrote.
@@ -96,9 +106,9 @@ impl<F: FileSystem> Server<F> {
             Ok(Done::Wait(wait)) => {
                 Outcome::Deferred(Box::new(move || header(unique, wait().err()).as_bytes().to_vec()))
             }
-            Ok(Done::Hand(hand)) => Outcome::Handed(Box::new(move |take| {
-                hand(Box::new(move |result| take(header(unique, result.err()).as_bytes().to_vec())))
-            })),
+            Ok(Done::Hand(hand)) => {
+                Outcome::Handed(Box::new(move |take| hand(Box::new(move |result| take(late_reply(unique, result))))))
+            }
             Err(errno) => reply.fail(unique, errno),
         }
     }
@@ -118,6 +128,7 @@ impl<F: FileSystem> Server<F> {
         let opcode = Opcode::from_u32(header.opcode);
         tracing::trace!(?opcode, raw = header.opcode, nodeid = header.nodeid, unique = header.unique, "request");
         let opcode = opcode.ok_or(Errno::NOSYS)?;
+        self.counters.add(opcode);
         if opcode == Opcode::Init {
             return self.init(&mut request, reply);
         }
@@ -150,26 +161,27 @@ impl<F: FileSystem> Server<F> {
             offered |= u64::from(request.take::<u32>()?) << 32;
         }
         // A guest that did not say DESTROY, such as one that was reset, begins anew.
-        self.fs.destroy();
+        self.reset();
         let session = self.fs.init(InitFlags::from_bits_truncate(offered))?;
-        let flags = session.flags.bits();
-        tracing::debug!(minor = compat.minor, flags = ?session.flags, "session");
-        self.session.store(flags, Ordering::Release);
-        reply.put(&InitOut {
-            major: KERNEL_VERSION,
-            minor: KERNEL_MINOR_VERSION.min(compat.minor),
-            max_readahead: compat.max_readahead,
-            flags: flags as u32,
-            max_background: MAX_BACKGROUND,
-            congestion_threshold: MAX_BACKGROUND / 4 * 3,
-            max_write: MAX_WRITE,
-            time_gran: 1,
-            max_pages: MAX_PAGES,
-            map_alignment: session.map_alignment,
-            flags2: (flags >> 32) as u32,
-            ..Default::default()
-        })?;
-        Ok(Done::Reply)
+        let Session { flags, map_alignment, passthrough } = session;
+        let answer = move |flags: InitFlags| {
+            tracing::debug!(minor = compat.minor, ?flags, "session");
+            init_out(&compat, flags, map_alignment)
+        };
+        let Some(hand) = passthrough else {
+            self.session.store(flags.bits(), Ordering::Release);
+            reply.put(&answer(flags))?;
+            return Ok(Done::Reply);
+        };
+        let open = self.session.clone();
+        Ok(Done::Hand(Box::new(move |take| {
+            hand(Box::new(move |done: Result<()>| {
+                let flags = if done.is_ok() { flags } else { flags - InitFlags::PASSTHROUGH_SHM };
+                // Unless the session was taken over from another daemon meanwhile.
+                let _ = open.compare_exchange(CLOSED, flags.bits(), Ordering::AcqRel, Ordering::Relaxed);
+                take(Ok(answer(flags).as_bytes().to_vec()))
+            }))
+        })))
     }
 
     fn serve(&self, opcode: Opcode, request: &mut Request, reply: &mut Reply) -> Result<Done> {
@@ -191,7 +203,10 @@ impl<F: FileSystem> Server<F> {
                 let size = fs.write(node, &args, &from)? as u32;
                 reply.put(&WriteOut { size, padding: 0 })?
             }
-            Opcode::Open => reply.put(&fs.open(node, &request.take()?)?)?,
+            Opcode::Open => match fs.open(node, &request.take()?)? {
+                Served::Now(open) => reply.put(&open)?,
+                Served::Later(hand) => return Ok(later(hand, |open| open.as_bytes().to_vec())),
+            },
             Opcode::Flush => {
                 let args: FlushIn = request.take()?;
                 fs.flush(node, args.fh, args.lock_owner)?
@@ -239,12 +254,19 @@ impl<F: FileSystem> Server<F> {
                 let args: CreateIn = request.take()?;
                 let name = request.name()?;
                 let by = request.creator(self.umask(args.umask))?;
-                let (entry, open) = match opcode {
+                let created = match opcode {
                     Opcode::Create => fs.create(node, name, &args, &by)?,
                     _ => fs.tmpfile(node, &args, &by)?,
                 };
-                reply.put(&entry)?;
-                reply.put(&open)?
+                match created {
+                    Served::Now((entry, open)) => {
+                        reply.put(&entry)?;
+                        reply.put(&open)?
+                    }
+                    Served::Later(hand) => {
+                        return Ok(later(hand, |(entry, open)| [entry.as_bytes(), open.as_bytes()].concat()));
+                    }
+                }
             }
             Opcode::Statfs => reply.put(&fs.statfs(node)?)?,
             Opcode::Access => {
@@ -319,15 +341,15 @@ impl<F: FileSystem> Server<F> {
                 self.reset();
                 // The last word: QEMU may stop the device right after it, and must not be asked for anything then.
                 if let Ok(hand) = fs.removemapping(&[]) {
-                    return Ok(Done::Hand(hand));
+                    return Ok(later(hand, |()| Vec::new()));
                 }
             }
-            Opcode::Setupmapping => return Ok(Done::Hand(fs.setupmapping(node, &request.take()?)?)),
+            Opcode::Setupmapping => return Ok(later(fs.setupmapping(node, &request.take()?)?, |()| Vec::new())),
             Opcode::Removemapping => {
                 let args: RemovemappingIn = request.take()?;
                 // Each is there, or the request is too short: so the length of the request bounds the count.
                 let parts = (0..args.count).map(|_| request.take()).collect::<Result<Vec<_>>>()?;
-                return Ok(Done::Hand(fs.removemapping(&parts)?));
+                return Ok(later(fs.removemapping(&parts)?, |()| Vec::new()));
             }
             // The kernel answers these by itself once it has seen ENOSYS: POLL with "always ready", BMAP with EINVAL,
             // IOCTL with ENOTTY. The device has no notifications.
@@ -370,6 +392,36 @@ impl<F: FileSystem> Server<F> {
         let name = request.name()?;
         let value = request.bytes(size as usize)?;
         self.fs.setxattr(request.header.nodeid, name, value, flags, ext & SETXATTR_ACL_KILL_SGID != 0)
+    }
+}
+
+/// A request that another thread serves, with what makes the reply's body.
+fn later<T: 'static>(hand: Handover<T>, body: impl FnOnce(T) -> Vec<u8> + Send + 'static) -> Done {
+    Done::Hand(Box::new(|take| hand(Box::new(|result| take(result.map(body))))))
+}
+
+/// The whole reply with this body, or the errno.
+fn late_reply(unique: u64, result: Result<Vec<u8>>) -> Vec<u8> {
+    let mut header = header(unique, result.as_ref().err().copied());
+    let body = result.unwrap_or_default();
+    header.len += body.len() as u32;
+    [header.as_bytes(), &body].concat()
+}
+
+fn init_out(compat: &InitInCompat, flags: InitFlags, map_alignment: u16) -> InitOut {
+    InitOut {
+        major: KERNEL_VERSION,
+        minor: KERNEL_MINOR_VERSION.min(compat.minor),
+        max_readahead: compat.max_readahead,
+        flags: flags.bits() as u32,
+        max_background: MAX_BACKGROUND,
+        congestion_threshold: MAX_BACKGROUND / 4 * 3,
+        max_write: MAX_WRITE,
+        time_gran: 1,
+        max_pages: MAX_PAGES,
+        map_alignment,
+        flags2: (flags.bits() >> 32) as u32,
+        ..Default::default()
     }
 }
 

@@ -25,21 +25,56 @@ pub struct Creator<'a> {
 }
 
 /// What INIT settled.
-#[derive(Clone, Copy, Debug)]
 pub struct Session {
     pub flags: InitFlags,
     /// log2 of what offsets in the DAX window and in mapped files are aligned to, with MAP_ALIGNMENT.
     pub map_alignment: u16,
+    /// With PASSTHROUGH_SHM: what has to be done before the guest is told of it. If that fails, it is not.
+    pub passthrough: Option<Handover>,
 }
 
 /// A lock that is not free: waits for it on the calling thread.
 pub type LockWait = Box<dyn FnOnce() -> Result<()> + Send>;
 
 /// Answers a request, from any thread.
-pub type Answer = Box<dyn FnOnce(Result<()>) + Send>;
+pub type Answer<T = ()> = Box<dyn FnOnce(Result<T>) + Send>;
 
 /// A request that another thread serves: hands it over with the way to answer it.
-pub type Handover = Box<dyn FnOnce(Answer) + Send>;
+pub type Handover<T = ()> = Box<dyn FnOnce(Answer<T>) + Send>;
+
+/// A reply, or a request that another thread serves.
+pub enum Served<T> {
+    Now(T),
+    Later(Handover<T>),
+}
+
+impl<T: 'static> Served<T> {
+    /// The same with another reply.
+    pub fn map<U: 'static>(self, f: impl FnOnce(T) -> U + Send + 'static) -> Served<U> {
+        match self {
+            Self::Now(reply) => Served::Now(f(reply)),
+            Self::Later(hand) => Served::Later(Box::new(|answer| hand(Box::new(|result| answer(result.map(f)))))),
+        }
+    }
+
+    /// The reply, waited for.
+    ///
+    /// # Errors
+    /// As the request; EIO if there never will be a reply.
+    pub fn wait(self) -> Result<T>
+    where
+        T: Send,
+    {
+        match self {
+            Self::Now(reply) => Ok(reply),
+            Self::Later(hand) => {
+                let (send, receive) = std::sync::mpsc::channel();
+                hand(Box::new(move |result| drop(send.send(result))));
+                receive.recv().unwrap_or(Err(Errno::IO))
+            }
+        }
+    }
+}
 
 /// Takes directory entries until the reply is full.
 pub trait DirSink {
@@ -99,10 +134,13 @@ pub trait Names {
     fn link(&self, node: u64, newparent: u64, newname: &CStr) -> Result<EntryOut>;
 }
 
+/// What CREATE and TMPFILE are answered with.
+pub type Created = (EntryOut, OpenOut);
+
 pub trait Files {
-    fn open(&self, node: u64, open: &OpenIn) -> Result<OpenOut>;
-    fn create(&self, parent: u64, name: &CStr, create: &CreateIn, by: &Creator) -> Result<(EntryOut, OpenOut)>;
-    fn tmpfile(&self, parent: u64, create: &CreateIn, by: &Creator) -> Result<(EntryOut, OpenOut)>;
+    fn open(&self, node: u64, open: &OpenIn) -> Result<Served<OpenOut>>;
+    fn create(&self, parent: u64, name: &CStr, create: &CreateIn, by: &Creator) -> Result<Served<Created>>;
+    fn tmpfile(&self, parent: u64, create: &CreateIn, by: &Creator) -> Result<Served<Created>>;
     fn read(&self, node: u64, read: &ReadIn, to: &IoRange) -> Result<usize>;
     fn write(&self, node: u64, write: &WriteIn, from: &IoRange) -> Result<usize>;
     fn flush(&self, node: u64, fh: u64, lock_owner: u64) -> Result<()>;

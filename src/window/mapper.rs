@@ -8,13 +8,13 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
 use super::proxy::Kind;
-use super::{Copy, Frontend, RANGE, Shared, Source, StandIns, sys};
+use super::slots::Slots;
+use super::{Copy, DAX, RANGE, Shared, Source, StandIns, sys};
 use crate::fuse::ops::{Answer, Result};
 
 /// How often there is something to look after while a file has copies: what the guest wrote to them is to reach the host
@@ -25,9 +25,6 @@ const TICK: Duration = Duration::from_millis(50);
 /// For so long after a revocation the file's own pages are tried again: the guard lets a truncation go on after 2 s, and the
 /// window process then calls it over.
 const REVOKED: Duration = Duration::from_secs(5);
-
-/// How often it is tried whether a stopped device runs again.
-const STOPPED: Duration = Duration::from_millis(2);
 
 pub enum Job {
     Map {
@@ -48,6 +45,38 @@ pub enum Job {
     Revoke {
         id: u64,
     },
+    /// A guest with passthrough begins a session.
+    Start {
+        session: u64,
+        answer: Answer,
+    },
+    /// A node's first open with passthrough.
+    Open {
+        session: u64,
+        node: u64,
+        index: u32,
+        source: Arc<dyn Source>,
+    },
+    /// The entry's last open is released, and its slot is not to be kept.
+    Drop {
+        index: u32,
+    },
+    /// An entry was revoked as its file has a hole now.
+    Downgrade {
+        index: u32,
+    },
+    /// A file has grown beyond its slot.
+    Remap {
+        index: u32,
+    },
+    /// The guest wants a live entry that covers these bytes.
+    Ask {
+        node: u64,
+        from: u64,
+        len: u64,
+        writable: bool,
+        answer: Answer,
+    },
 }
 
 /// A live mapping, of one [`RANGE`].
@@ -60,7 +89,7 @@ struct Mapping {
 }
 
 /// A range of the window that is in use, and what is mapped there.
-struct Slot {
+struct Live {
     mapping: Mapping,
     file: Arc<OwnedFd>,
 }
@@ -98,35 +127,41 @@ impl File {
 pub struct Mapper {
     shared: Arc<Shared>,
     files: Arc<dyn StandIns>,
-    slots: Box<[Option<Slot>]>,
+    ranges: Box<[Option<Live>]>,
     /// By nodeid.
     known: HashMap<u64, File>,
     /// When nodes were revoked whose own pages are not back.
     revoked: HashMap<u64, Instant>,
-    next_id: u64,
+    /// When there was care last.
+    cared: Instant,
+    /// Of files that are mapped as a whole.
+    slots: Option<Slots>,
 }
 
 impl Mapper {
-    pub fn new(ranges: usize, shared: Arc<Shared>, files: Arc<dyn StandIns>) -> Self {
-        let slots = (0..ranges).map(|_| None).collect();
-        Self { shared, files, slots, known: HashMap::new(), revoked: HashMap::new(), next_id: 1 }
+    pub fn new(ranges: usize, shared: Arc<Shared>, files: Arc<dyn StandIns>, slots: Option<Slots>) -> Self {
+        let ranges = (0..ranges).map(|_| None).collect();
+        let (known, revoked) = (HashMap::new(), HashMap::new());
+        Self { shared, files, ranges, known, revoked, cared: Instant::now(), slots }
     }
 
     pub fn run(mut self, jobs: Receiver<Job>) {
-        let mut cared = Instant::now();
         loop {
-            let job = match self.needs_care() {
-                true => jobs.recv_timeout(TICK.saturating_sub(cared.elapsed())),
-                false => jobs.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            let job = match self.patience() {
+                None => jobs.recv().map_err(RecvTimeoutError::from),
+                Some(patience) => jobs.recv_timeout(patience),
             };
             match job {
                 Ok(job) => self.work(job),
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return,
             }
-            if cared.elapsed() >= TICK {
+            if self.needs_care() && self.cared.elapsed() >= TICK {
                 self.care();
-                cared = Instant::now();
+                self.cared = Instant::now();
+            }
+            if let Some(slots) = &mut self.slots {
+                slots.look();
             }
         }
     }
@@ -136,7 +171,7 @@ impl Mapper {
             Job::Map { ranges, from, writable, node, source, answer } => {
                 let start = Instant::now();
                 let done = self.map(ranges, from, writable, node, source);
-                let live = self.shared.live.load(Ordering::Relaxed);
+                let live = self.shared.live(DAX).load(Ordering::Relaxed);
                 tracing::trace!(node, from, live, us = start.elapsed().as_micros(), "mapped");
                 answer(done.inspect_err(|errno| tracing::debug!(node, from, "not mapped: {errno}")));
             }
@@ -146,7 +181,18 @@ impl Mapper {
             }
             Job::Reset => self.reset(),
             Job::Revoke { id } => self.revoke(id),
+            job => {
+                if let Some(slots) = &mut self.slots {
+                    slots.serve(job);
+                }
+            }
         }
+    }
+
+    /// How long to wait for a job before there is something else to do.
+    fn patience(&self) -> Option<Duration> {
+        let care = self.needs_care().then(|| TICK.saturating_sub(self.cared.elapsed()));
+        care.into_iter().chain(self.slots.as_ref().and_then(Slots::patience)).min()
     }
 
     fn needs_care(&self) -> bool {
@@ -252,8 +298,7 @@ impl Mapper {
     }
 
     fn open(&mut self, node: u64, kind: Kind, real: OwnedFd, writable: bool) -> Result<StandIn> {
-        let id = self.next_id;
-        self.next_id += 1;
+        let id = self.shared.next_id();
         let opened = self.files.open(id, kind, real.as_fd()).map_err(|e| errno(&e))?;
         let stand_in = StandIn { id, kind, fd: Arc::new(opened.fd), writable, guarded: opened.guarded };
         let file = self.known.get_mut(&node).ok_or(Errno::STALE)?;
@@ -271,43 +316,22 @@ impl Mapper {
     /// take the mapping away for a moment.
     fn put(&mut self, range: usize, want: Mapping, stand_in: &StandIn) -> Result<()> {
         let mapping = Mapping { kind: stand_in.kind, writable: stand_in.writable, ..want };
-        let frontend = self.frontend()?;
-        let at = range as u64 * RANGE;
-        let mapped = || frontend.mapped(stand_in.fd.as_fd(), mapping.from, RANGE);
-        let before = mapped();
-        let map = || frontend.map(at, RANGE, stand_in.fd.as_fd(), mapping.from, mapping.writable);
-        map()
-            .or_else(|e| {
-                // The frontend may have a mapping that is forgotten here.
-                frontend.unmap(at, RANGE).map_err(|_| e).and_then(|()| map())
-            })
-            .map_err(|e| errno(&e))?;
-        // QEMU acknowledges before the guest has it, and another device's mappings are changes too.
-        self.shared.commits.wait(|| mapped() > before);
-        if let Some(slot) = self.slots.get_mut(range) {
-            *slot = Some(Slot { mapping, file: stand_in.fd.clone() });
+        self.shared.map(DAX, range as u64 * RANGE, RANGE, stand_in.fd.as_fd(), mapping.from, mapping.writable)?;
+        if let Some(place) = self.ranges.get_mut(range) {
+            *place = Some(Live { mapping, file: stand_in.fd.clone() });
         }
         self.file(mapping.node)?.live += 1;
-        self.shared.live.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 
     fn unmap(&mut self, range: usize) {
-        let Some(Slot { mapping, file }) = self.slots.get_mut(range).and_then(Option::take) else { return };
-        if let Ok(frontend) = self.frontend() {
-            let mapped = || frontend.mapped(file.as_fd(), mapping.from, RANGE);
-            let before = mapped();
-            match frontend.unmap(range as u64 * RANGE, RANGE) {
-                Ok(()) => self.shared.commits.wait(|| mapped() < before),
-                Err(e) => tracing::debug!("the frontend had no mapping {range} any more: {e}"),
-            }
-        }
-        self.shared.live.fetch_sub(1, Ordering::Relaxed);
+        let Some(Live { mapping, file }) = self.ranges.get_mut(range).and_then(Option::take) else { return };
+        self.shared.unmap(DAX, range as u64 * RANGE, RANGE, file.as_fd(), mapping.from);
         self.let_go(mapping.node);
     }
 
     fn mapping(&self, range: usize) -> Option<Mapping> {
-        self.slots.get(range)?.as_ref().map(|slot| slot.mapping)
+        self.ranges.get(range)?.as_ref().map(|live| live.mapping)
     }
 
     fn is_mapped(&self, node: u64, kind: Kind) -> bool {
@@ -316,7 +340,7 @@ impl Mapper {
 
     fn mapped(&self, node: u64, kind: Kind) -> Vec<(usize, Mapping)> {
         let of = |range| self.mapping(range).filter(|mapping| mapping.node == node && mapping.kind == kind);
-        (0..self.slots.len()).filter_map(|range| Some((range, of(range)?))).collect()
+        (0..self.ranges.len()).filter_map(|range| Some((range, of(range)?))).collect()
     }
 
     fn file(&mut self, node: u64) -> Result<&mut File> {
@@ -334,16 +358,22 @@ impl Mapper {
     }
 
     fn reset(&mut self) {
-        let live = self.shared.live.load(Ordering::Relaxed);
+        let live = self.shared.live(DAX).load(Ordering::Relaxed);
         if live > 0 {
             tracing::debug!("{live} mappings are dropped");
         }
-        (0..self.slots.len()).for_each(|range| self.unmap(range));
+        (0..self.ranges.len()).for_each(|range| self.unmap(range));
         self.revoked.clear();
+        if let Some(slots) = &mut self.slots {
+            slots.reset();
+        }
     }
 
     /// Puts the proxy's own pages in place of the file's. Where that fails, the guest finds nothing there.
     fn revoke(&mut self, id: u64) {
+        if let Some(slots) = &mut self.slots {
+            slots.revoke(id);
+        }
         let of = |file: &File| file.through.as_ref().is_some_and(|stand_in| stand_in.id == id);
         let Some((&node, _)) = self.known.iter().find(|(_, file)| of(file)) else { return };
         self.revoked.insert(node, Instant::now());
@@ -403,17 +433,6 @@ impl Mapper {
         }
         self.let_go(mapping.node);
     }
-
-    /// The frontend, once its device runs: QEMU 11.1 crashes at a request for one that is stopped.
-    fn frontend(&self) -> Result<Arc<dyn Frontend>> {
-        loop {
-            let frontend = self.shared.frontend.lock().clone().ok_or(Errno::NODEV)?;
-            if frontend.is_running() {
-                return Ok(frontend);
-            }
-            thread::sleep(STOPPED);
-        }
-    }
 }
 
 /// Whether the file cannot be opened for writing, but perhaps for reading.
@@ -421,6 +440,6 @@ fn is_read_only(errno: Errno) -> bool {
     matches!(errno, Errno::ROFS | Errno::TXTBSY | Errno::ACCESS | Errno::PERM)
 }
 
-fn errno(e: &io::Error) -> Errno {
+pub(super) fn errno(e: &io::Error) -> Errno {
     Errno::from_io_error(e).unwrap_or(Errno::IO)
 }

@@ -3,17 +3,24 @@
 //! Region 0 is the DAX window (VIRTIO 1.3, section 5.11.6.4). The guest chooses where in it a part of a file is to be; a
 //! mapper thread (`mapper`) has the frontend put it there. What is mapped is never the file itself but its stand-in on a
 //! private mount ([`proxy`]).
+//!
+//! Regions 1 and 2 are window passthrough's (docs/protocol.md): whole files (`slots`), and a table that says where they are
+//! (`table`). The file system decides and counts ([`Passthrough`]).
 
 mod mapper;
+mod passthrough;
 pub mod proxy;
+mod room;
+mod slots;
 mod sys;
+mod table;
 #[cfg(test)]
 mod tests;
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -23,8 +30,10 @@ use parking_lot::{Condvar, Mutex};
 use rustix::io::Errno;
 
 use crate::fuse::ops::{Handover, Result};
-use mapper::{Job, Mapper};
+use mapper::{Job, Mapper, errno};
+pub use passthrough::{MIN_SIZE, Passthrough, Settings, Writable};
 use proxy::{Kind, Opened, Proxy};
+use slots::Slots;
 
 /// log2 of [`RANGE`], as FUSE_INIT's map_alignment has it.
 pub const RANGE_SHIFT: u16 = 21;
@@ -41,12 +50,20 @@ pub const MAX_MAPPINGS: usize = 448;
 /// 2.5 ms with 512 regions; it never comes while the guest's driver has switched the device's memory off.
 const COMMIT: Duration = Duration::from_millis(250);
 
+/// How often it is tried whether a stopped device runs again.
+const STOPPED: Duration = Duration::from_millis(2);
+
+/// Ids of the regions. The first is VIRTIO's (1.3, section 5.11.6.4), the others docs/protocol.md's.
+const DAX: u8 = 0;
+const WHOLE_FILES: u8 = 1;
+const TABLE: u8 = 2;
+
 /// The frontend, which has the guest's memory. `at` and `len`: bytes in the region.
 pub trait Frontend: Send + Sync {
     /// Whether the device is started.
     fn is_running(&self) -> bool;
-    fn map(&self, at: u64, len: u64, file: BorrowedFd, from: u64, writable: bool) -> io::Result<()>;
-    fn unmap(&self, at: u64, len: u64) -> io::Result<()>;
+    fn map(&self, region: u8, at: u64, len: u64, file: BorrowedFd, from: u64, writable: bool) -> io::Result<()>;
+    fn unmap(&self, region: u8, at: u64, len: u64) -> io::Result<()>;
     /// How often a range of the file is in the guest's memory. [`Window::committed`] tells that it may be another number.
     fn mapped(&self, file: BorrowedFd, from: u64, len: u64) -> usize;
 }
@@ -90,9 +107,11 @@ impl StandIns for Proxy {
     }
 }
 
-/// The DAX window of one device.
+/// The shared memory regions of one device.
 pub struct Window {
+    /// Of the DAX window, in bytes; 0: there is none.
     size: u64,
+    passthrough: Option<Arc<Passthrough>>,
     jobs: Sender<Job>,
     shared: Arc<Shared>,
     files: Arc<dyn StandIns>,
@@ -105,9 +124,12 @@ struct Shared {
     /// The frontend asked for the regions.
     announced: AtomicBool,
     commits: Commits,
-    live: AtomicUsize,
+    /// Live mappings, by region.
+    live: [AtomicUsize; 3],
     /// By nodeid.
     copies: DashMap<u64, Copy>,
+    /// Stand-ins that were ever opened.
+    ids: AtomicU64,
 }
 
 /// The stand-in of a file whose mappings are not the file's own pages.
@@ -116,12 +138,66 @@ struct Copy {
     file: Arc<OwnedFd>,
 }
 
+impl Shared {
+    /// A number for a stand-in.
+    fn next_id(&self) -> u64 {
+        self.ids.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    fn live(&self, region: u8) -> &AtomicUsize {
+        &self.live[usize::from(region) % self.live.len()]
+    }
+
+    /// The frontend, once its device runs: QEMU 11.1 crashes at a request for one that is stopped.
+    fn frontend(&self) -> Result<Arc<dyn Frontend>> {
+        loop {
+            let frontend = self.frontend.lock().clone().ok_or(Errno::NODEV)?;
+            if frontend.is_running() {
+                return Ok(frontend);
+            }
+            thread::sleep(STOPPED);
+        }
+    }
+
+    /// Maps what is free, and waits until the guest has it. `true` if it has.
+    fn map(&self, region: u8, at: u64, len: u64, file: BorrowedFd, from: u64, writable: bool) -> Result<bool> {
+        let frontend = self.frontend()?;
+        // Another device's mappings are changes of the guest's memory too.
+        let mapped = || frontend.mapped(file, from, len);
+        let before = mapped();
+        let map = || frontend.map(region, at, len, file, from, writable);
+        map()
+            .or_else(|e| {
+                // The frontend may have a mapping that is forgotten here.
+                frontend.unmap(region, at, len).map_err(|_| e).and_then(|()| map())
+            })
+            .map_err(|e| errno(&e))?;
+        self.live(region).fetch_add(1, Ordering::Relaxed);
+        Ok(self.commits.wait(|| mapped() > before))
+    }
+
+    /// Takes a mapping away, and waits until the guest has it no more.
+    fn unmap(&self, region: u8, at: u64, len: u64, file: BorrowedFd, from: u64) {
+        self.live(region).fetch_sub(1, Ordering::Relaxed);
+        let Ok(frontend) = self.frontend() else { return };
+        let mapped = || frontend.mapped(file, from, len);
+        let before = mapped();
+        match frontend.unmap(region, at, len) {
+            Ok(()) => drop(self.commits.wait(|| mapped() < before)),
+            Err(e) => tracing::debug!("the frontend had no mapping at {at:#x} of region {region} any more: {e}"),
+        }
+    }
+}
+
 impl Window {
-    /// A window of `size` bytes and its threads.
-    pub fn new(size: u64, files: Arc<dyn StandIns>) -> io::Result<Arc<Self>> {
+    /// A DAX window of `size` bytes (0: none), a passthrough window, and their threads.
+    pub fn new(size: u64, passthrough: Option<Settings>, files: Arc<dyn StandIns>) -> io::Result<Arc<Self>> {
         let (jobs, queue) = channel();
         let shared = Arc::new(Shared::default());
-        let mapper = Mapper::new((size / RANGE) as usize, shared.clone(), files.clone());
+        let passthrough =
+            passthrough.map(|settings| Passthrough::new(settings, jobs.clone())).transpose()?.map(Arc::new);
+        let slots = passthrough.clone().map(|passthrough| Slots::new(passthrough, shared.clone(), files.clone()));
+        let mapper = Mapper::new((size / RANGE) as usize, shared.clone(), files.clone(), slots);
         thread::Builder::new().name("thruway-mapper".into()).spawn(move || mapper.run(queue))?;
         let (revoke, revoked) = (jobs.clone(), files.clone());
         thread::Builder::new().name("thruway-revoke".into()).spawn(move || {
@@ -130,18 +206,34 @@ impl Window {
             }
             tracing::error!("the window process ended: no file is mapped any more, restart the daemon");
         })?;
-        Ok(Arc::new(Self { size, jobs, shared, files }))
+        Ok(Arc::new(Self { size, passthrough, jobs, shared, files }))
     }
 
-    /// In bytes. The frontend that asks will map.
-    pub fn announce(&self) -> u64 {
+    /// Sizes of the regions in bytes, by id. The frontend that asks will map.
+    pub fn announce(&self) -> Vec<u64> {
         self.shared.announced.store(true, Ordering::Release);
-        self.size
+        let more = self.passthrough.iter().flat_map(|passthrough| [passthrough.size(), table::LEN]);
+        [self.size].into_iter().chain(more).collect()
     }
 
     /// Whether there is a frontend that maps.
-    pub fn is_open(&self) -> bool {
+    fn is_connected(&self) -> bool {
         self.shared.announced.load(Ordering::Acquire) && self.shared.frontend.lock().is_some()
+    }
+
+    /// Whether the guest can have DAX.
+    pub fn is_open(&self) -> bool {
+        self.size > 0 && self.is_connected()
+    }
+
+    /// Whole files, in a session with a guest that has them.
+    pub fn passing(&self) -> Option<&Arc<Passthrough>> {
+        self.passthrough.as_ref().filter(|passthrough| passthrough.is_on())
+    }
+
+    /// Whole files, if the guest can have them.
+    pub fn passthrough(&self) -> Option<&Arc<Passthrough>> {
+        self.passthrough.as_ref().filter(|_| self.is_connected())
     }
 
     pub fn connect(&self, frontend: Arc<dyn Frontend>) {
@@ -162,12 +254,24 @@ impl Window {
 
     /// Drops all mappings, some time soon.
     pub fn reset(&self) {
+        self.passthrough.iter().for_each(|passthrough| passthrough.reset());
         let _ = self.jobs.send(Job::Reset);
     }
 
-    /// Live mappings.
+    /// Live mappings of the DAX window.
     pub fn live(&self) -> usize {
-        self.shared.live.load(Ordering::Relaxed)
+        self.shared.live(DAX).load(Ordering::Relaxed)
+    }
+
+    /// Live mappings, in Prometheus' text format.
+    pub fn metrics(&self) -> String {
+        let [dax, whole_files, _] = &self.shared.live;
+        let of = |region, live: &AtomicUsize| {
+            format!("thruway_mappings{{window=\"{region}\"}} {}\n", live.load(Ordering::Relaxed))
+        };
+        "# HELP thruway_mappings Live mappings\n# TYPE thruway_mappings gauge\n".to_owned()
+            + &of("dax", dax)
+            + &of("passthrough", whole_files)
     }
 
     /// Maps `len` bytes of a file from `from` on at `at`, in place of what is there, and answers from another thread.
@@ -247,19 +351,19 @@ impl Commits {
         self.changed.notify_all();
     }
 
-    /// Waits until it is done, which only a change can bring about.
-    fn wait(&self, done: impl Fn() -> bool) {
+    /// Waits until it is done, which only a change can bring about; `false` if it takes too long.
+    fn wait(&self, done: impl Fn() -> bool) -> bool {
         let until = Instant::now() + COMMIT;
         loop {
             let before = *self.count.lock();
             if done() {
-                return;
+                return true;
             }
             let mut count = self.count.lock();
             while *count == before {
                 if self.changed.wait_until(&mut count, until).timed_out() {
                     tracing::debug!("a mapping is not in the guest's memory: is the device's memory off?");
-                    return;
+                    return false;
                 }
             }
         }

@@ -27,8 +27,8 @@ impl Frontend for FakeFrontend {
         self.0.mapped.lock().iter().filter(|mapped| of(mapped.1)).count()
     }
 
-    fn map(&self, at: u64, len: u64, file: BorrowedFd, _from: u64, _writable: bool) -> io::Result<()> {
-        assert_eq!(len, RANGE);
+    fn map(&self, region: u8, at: u64, len: u64, file: BorrowedFd, _from: u64, _writable: bool) -> io::Result<()> {
+        assert_eq!((region, len), (DAX, RANGE));
         self.0.calls.fetch_add(1, Ordering::Relaxed);
         let id = self.1.all.lock().iter().rev().find(|one| one.fd == file.as_raw_fd()).map(|one| one.id);
         let mut mapped = self.0.mapped.lock();
@@ -39,7 +39,7 @@ impl Frontend for FakeFrontend {
         Ok(())
     }
 
-    fn unmap(&self, at: u64, _len: u64) -> io::Result<()> {
+    fn unmap(&self, _region: u8, at: u64, _len: u64) -> io::Result<()> {
         let mut mapped = self.0.mapped.lock();
         let before = mapped.len();
         mapped.retain(|m| m.0 != at);
@@ -110,7 +110,7 @@ struct Rig {
 
 fn rig(guarded: bool) -> Rig {
     let (taken, made) = (Arc::new(Taken::default()), Arc::new(Made { guarded, ..Made::default() }));
-    let window = Window::new(16 * RANGE, made.clone()).unwrap();
+    let window = Window::new(16 * RANGE, None, made.clone()).unwrap();
     window.connect(Arc::new(FakeFrontend(taken.clone(), made.clone())));
     window.announce();
     Rig { window, taken, made }

@@ -86,7 +86,7 @@ fn lookup(fs: &PassthroughFs, path: &str) -> u64 {
 }
 
 fn open(fs: &PassthroughFs, node: u64, flags: i32) -> u64 {
-    fs.open(node, &OpenIn { flags: flags as u32, open_flags: 0 }).unwrap().fh
+    fs.open(node, &OpenIn { flags: flags as u32, open_flags: 0 }).unwrap().wait().unwrap().fh
 }
 
 fn write(fs: &PassthroughFs, node: u64, fh: u64, offset: u64, data: &str) -> Result<usize> {

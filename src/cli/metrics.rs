@@ -1,0 +1,39 @@
+//! Tells whoever connects to the socket of `--metrics-path` what the daemon has done, in Prometheus' text format.
+
+use std::io::{self, Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::Arc;
+use std::thread;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::fuse::metrics::Counters;
+use crate::window::Window;
+
+/// How long a client may take to ask: it has connected for nothing else.
+const PATIENCE: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+
+/// Answers every connection as an HTTP server does, whatever it asks for, from a thread of its own.
+///
+/// # Errors
+/// As starting a thread.
+pub fn start(listener: UnixListener, counters: Arc<Counters>, window: Option<Arc<Window>>) -> io::Result<()> {
+    let serve = move || {
+        for client in listener.incoming() {
+            let text = window.iter().fold(counters.to_string(), |text, window| text + &window.metrics());
+            if let Err(e) = client.and_then(|client| answer(client, &text)) {
+                tracing::debug!("a client of --metrics-path went away: {e}");
+            }
+        }
+    };
+    thread::Builder::new().name("thruway-metrics".into()).spawn(serve).map(drop)
+}
+
+fn answer(mut client: UnixStream, text: &str) -> io::Result<()> {
+    // What has not been read when it is closed would be an error for the client.
+    if poll(&mut [PollFd::new(&client, PollFlags::IN)], Some(&PATIENCE))? > 0 {
+        let _ = client.read(&mut [0; 4096])?;
+    }
+    let head = "HTTP/1.0 200 OK\r\nContent-Type: text/plain; version=0.0.4\r\n";
+    client.write_all(format!("{head}Content-Length: {}\r\n\r\n{text}", text.len()).as_bytes())
+}

@@ -1,0 +1,459 @@
+//! Which nodes are open with passthrough, and how large their files are: what the file system asks and tells. The mapper
+//! (`slots`) does what takes messages to the frontend.
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::Sender;
+
+use parking_lot::Mutex;
+use rustix::fs::{FsWord, SeekFrom, fstat, fstatfs, seek};
+use rustix::io::Errno;
+
+use super::Source;
+use super::mapper::Job;
+use super::table::{ENTRIES, LEN, Line, REVOKED, Table, VALID, WRITABLE};
+use crate::fuse::ops::{Answer, Handover, Result, Served};
+
+/// For which files the guest may store in place (`--passthrough-writable`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum Writable {
+    /// Files without holes on file systems that write in place, where no store can fail for want of space.
+    #[default]
+    InPlace,
+    /// All: when the disk is full, a store may end the virtual machine.
+    Always,
+}
+
+/// How large the passthrough window is.
+#[derive(Clone, Copy, Debug)]
+pub struct Settings {
+    /// Regions 1 and 2 together, in bytes: a multiple of 2 MiB from [`MIN_SIZE`] on.
+    pub size: u64,
+    /// The most slots.
+    pub slots: usize,
+    pub writable: Writable,
+}
+
+/// The smallest window: a table and one range for slots.
+pub const MIN_SIZE: u64 = 2 * LEN;
+
+/// File systems that overwrite a block where it is (statfs(2)'s f_type; ext2 and ext3 have ext4's). Not XFS, whose files may
+/// share blocks.
+const IN_PLACE: [FsWord; 2] = [libc::EXT4_SUPER_MAGIC, libc::TMPFS_MAGIC];
+
+/// Fed by the file system and the mapper.
+pub struct Passthrough {
+    pub(super) table: Table,
+    pub(super) settings: Settings,
+    /// The guest has the table.
+    on: AtomicBool,
+    pub(super) nodes: Mutex<Nodes>,
+    jobs: Sender<Job>,
+}
+
+/// Lock rule: before a line of the table; no system call and no call to the frontend while it is held.
+pub(super) struct Nodes {
+    /// Counts sessions: what the mapper did for an earlier one is undone.
+    pub session: u64,
+    known: HashMap<u64, Node>,
+    free: Vec<u32>,
+    /// Counts releases.
+    tick: u64,
+}
+
+struct Node {
+    opens: u32,
+    how: How,
+    /// `tick` at the last release.
+    released: u64,
+}
+
+enum How {
+    /// No open has passthrough.
+    Messages,
+    /// The mapper is at it; who waits for it.
+    Deciding(u32, Vec<Answer<Option<u32>>>),
+    /// By this entry. Without opens: kept for the next.
+    Passing(u32),
+}
+
+impl Node {
+    fn index(&self) -> Option<u32> {
+        match self.how {
+            How::Messages => None,
+            How::Deciding(index, _) | How::Passing(index) => Some(index),
+        }
+    }
+}
+
+impl Nodes {
+    fn new() -> Self {
+        Self { session: 0, known: HashMap::new(), free: (1..ENTRIES).collect(), tick: 0 }
+    }
+
+    /// Gives an entry back, if its session is this one.
+    pub fn free(&mut self, session: u64, index: u32) {
+        if session == self.session {
+            self.free.push(index);
+        }
+    }
+
+    /// The entry that a node is open by.
+    pub fn index(&self, node: u64) -> Option<u32> {
+        self.known.get(&node).filter(|node| node.opens > 0).and_then(Node::index)
+    }
+
+    /// Forgets a node whose entry is this if nobody has it open.
+    pub fn forget(&mut self, node: u64, index: u32) -> bool {
+        let kept = |node: &Node| node.opens == 0 && matches!(node.how, How::Passing(at) if at == index);
+        let kept = self.known.get(&node).is_some_and(kept);
+        if kept {
+            self.known.remove(&node);
+        }
+        kept
+    }
+
+    /// The kept node that was released first, and its entry; it is forgotten.
+    pub fn evict(&mut self) -> Option<u32> {
+        let kept = self.known.iter().filter(|(_, node)| node.opens == 0 && matches!(node.how, How::Passing(_)));
+        let node = kept.min_by_key(|(_, node)| node.released).map(|(node, _)| *node)?;
+        self.known.remove(&node)?.index()
+    }
+}
+
+impl Passthrough {
+    pub(super) fn new(settings: Settings, jobs: Sender<Job>) -> io::Result<Self> {
+        let table = Table::new()?;
+        Ok(Self { table, settings, on: AtomicBool::new(false), nodes: Mutex::new(Nodes::new()), jobs })
+    }
+
+    /// Bytes of region 1.
+    pub fn size(&self) -> u64 {
+        self.settings.size - LEN
+    }
+
+    /// Whether the guest has the table.
+    pub fn is_on(&self) -> bool {
+        self.on.load(Ordering::Acquire)
+    }
+
+    /// Begins a session with the guest; answers when the table is in its memory, or with an error.
+    pub fn start(self: &Arc<Self>) -> Handover {
+        let (session, jobs) = (self.nodes.lock().session, self.jobs.clone());
+        Box::new(move |answer| {
+            let _ = jobs.send(Job::Start { session, answer });
+        })
+    }
+
+    pub(super) fn started(&self, session: u64) {
+        self.on.store(self.nodes.lock().session == session, Ordering::Release);
+    }
+
+    /// Forgets all. To be followed by the mapper's reset.
+    pub(super) fn reset(&self) {
+        let mut nodes = self.nodes.lock();
+        *nodes = Nodes { session: nodes.session + 1, ..Nodes::new() };
+        self.on.store(false, Ordering::Release);
+        self.table.clear();
+    }
+
+    /// Whether a node has opens, of any kind.
+    pub fn is_open(&self, node: u64) -> bool {
+        self.nodes.lock().known.get(&node).is_some_and(|node| node.opens > 0)
+    }
+
+    /// Counts an open of a node; the index of its entry if it has passthrough. `source`: the file, if it is worth it, for the
+    /// first open.
+    pub fn open(self: &Arc<Self>, node: u64, file: BorrowedFd, source: Option<Arc<dyn Source>>) -> Served<Option<u32>> {
+        let mut nodes = self.nodes.lock();
+        if let Some(known) = nodes.known.get_mut(&node) {
+            let first = known.opens == 0;
+            known.opens += 1;
+            match (&known.how, first) {
+                (How::Messages, _) => return Served::Now(None),
+                (How::Passing(index), false) => return Served::Now(Some(*index)),
+                (How::Passing(index), true) => {
+                    let index = *index;
+                    if source.is_none() {
+                        known.how = How::Messages;
+                        drop(nodes);
+                        self.send(Job::Drop { index });
+                        return Served::Now(None);
+                    }
+                    drop(nodes);
+                    self.revive(index, file);
+                    return Served::Now(Some(index));
+                }
+                (How::Deciding(..), _) => {}
+            }
+        } else if let (Some(source), Some(index)) = (source, nodes.free.pop()) {
+            nodes.known.insert(node, Node { opens: 1, how: How::Deciding(index, Vec::new()), released: 0 });
+            self.send(Job::Open { session: nodes.session, node, index, source });
+        } else {
+            nodes.known.insert(node, Node { opens: 1, how: How::Messages, released: 0 });
+            return Served::Now(None);
+        }
+        let (session, this) = (nodes.session, self.clone());
+        Served::Later(Box::new(move |answer| this.wait(session, node, answer)))
+    }
+
+    fn wait(&self, session: u64, node: u64, answer: Answer<Option<u32>>) {
+        let mut nodes = self.nodes.lock();
+        let same = nodes.session == session;
+        let decided = match nodes.known.get_mut(&node).map(|node| &mut node.how) {
+            _ if !same => Err(Errno::IO),
+            Some(How::Deciding(_, waiting)) => return waiting.push(answer),
+            Some(How::Passing(index)) => Ok(Some(*index)),
+            _ => Ok(None),
+        };
+        drop(nodes);
+        answer(decided);
+    }
+
+    /// The mapper has mapped a node's file or has not. `false` if nobody wants to know any more.
+    pub(super) fn decide(&self, session: u64, node: u64, index: u32, mapped: bool) -> bool {
+        let mut nodes = self.nodes.lock();
+        if nodes.session != session {
+            return false;
+        }
+        let Some(known) = nodes.known.get_mut(&node) else { return false };
+        let How::Deciding(at, waiting) = &mut known.how else { return false };
+        if *at != index {
+            return false;
+        }
+        let waiting = std::mem::take(waiting);
+        known.how = if mapped { How::Passing(index) } else { How::Messages };
+        let open = known.opens > 0;
+        if !open {
+            // A guest that releases what it has not been given.
+            nodes.known.remove(&node);
+        }
+        drop(nodes);
+        waiting.into_iter().for_each(|answer| answer(Ok(mapped.then_some(index))));
+        mapped && open
+    }
+
+    /// Makes a kept entry live again. Where that fails, for its slot has just been taken away, it is revoked.
+    fn revive(&self, index: u32, file: BorrowedFd) {
+        if self.live(index, file).is_err() {
+            self.table.update(index, |line| line.entry.flags = REVOKED);
+        }
+    }
+
+    /// Makes an entry with a slot live.
+    pub(super) fn live(&self, index: u32, file: BorrowedFd) -> Result<()> {
+        self.table.update(index, |line| {
+            let (offset, length) = line.slot.ok_or(Errno::AGAIN)?;
+            let st = fstat(file)?;
+            let full = (st.st_blocks as u64).saturating_mul(512) >= st.st_size as u64;
+            // The blocks of a tmpfs are its pages; to look through those takes long.
+            let whole = full && fstatfs(file)?.f_type == libc::TMPFS_MAGIC;
+            line.hole = if whole { st.st_size as u64 } else { self.hole(file, 0, st.st_size as u64)? };
+            let entry = &mut line.entry;
+            entry.generation = entry.generation.wrapping_add(1).max(1);
+            (entry.offset, entry.length) = (offset, length);
+            entry.flags = VALID;
+            resize(line, st.st_size as u64);
+            settle(line);
+            Ok(())
+        })
+    }
+
+    /// The first byte from `from` on, up to `size`, that a store may have to find room for.
+    fn hole(&self, file: BorrowedFd, from: u64, size: u64) -> Result<u64> {
+        if self.settings.writable == Writable::Always {
+            return Ok(u64::MAX);
+        }
+        if !self.writes_in_place(file)? {
+            return Ok(0);
+        }
+        match seek(file, SeekFrom::Hole(from)) {
+            Err(Errno::NXIO) => Ok(size),
+            found => found,
+        }
+    }
+
+    pub(super) fn writes_in_place(&self, file: BorrowedFd) -> Result<bool> {
+        Ok(IN_PLACE.contains(&fstatfs(file)?.f_type))
+    }
+
+    /// Counts a release of a node; after the last one its slot is kept.
+    pub fn release(&self, node: u64) {
+        let mut nodes = self.nodes.lock();
+        nodes.tick += 1;
+        let tick = nodes.tick;
+        let Some(known) = nodes.known.get_mut(&node) else { return };
+        known.opens = known.opens.saturating_sub(1);
+        known.released = tick;
+        let index = match known.how {
+            _ if known.opens > 0 => return,
+            How::Deciding(..) => return,
+            How::Messages => None,
+            How::Passing(index) => Some(index),
+        };
+        let kept = index.is_some_and(|index| {
+            self.table.update(index, |line| {
+                let kept = line.entry.is_live();
+                line.entry.flags = 0;
+                kept
+            })
+        });
+        if !kept {
+            nodes.known.remove(&node);
+            index.into_iter().for_each(|index| self.send(Job::Drop { index }));
+        }
+    }
+
+    /// The guest has forgotten a node.
+    pub fn forget(&self, node: u64) {
+        let mut nodes = self.nodes.lock();
+        let Some(index) = nodes.known.get(&node).and_then(Node::index) else { return };
+        if nodes.forget(node, index) {
+            self.send(Job::Drop { index });
+        }
+    }
+
+    /// Asks for a live entry of an open node that covers `len` bytes from `from` on.
+    pub fn ask(&self, node: u64, from: u64, len: u64, writable: bool) -> Handover {
+        let jobs = self.jobs.clone();
+        Box::new(move |answer| {
+            let _ = jobs.send(Job::Ask { node, from, len, writable, answer });
+        })
+    }
+
+    fn index(&self, node: u64) -> Option<u32> {
+        if self.is_on() { self.nodes.lock().known.get(&node).and_then(Node::index) } else { None }
+    }
+
+    /// `len` bytes of a node's file were written or allocated, the first at `at`, or else at its end. To be called before the
+    /// request is answered.
+    pub fn wrote(&self, node: u64, file: BorrowedFd, at: Option<u64>, len: u64) {
+        let Some(index) = self.index(node) else { return };
+        let revoked = self.table.update(index, |line| {
+            let Ok(st) = fstat(file) else { return false };
+            let (old, size) = (line.entry.size, st.st_size as u64);
+            let at = at.unwrap_or(size.saturating_sub(len));
+            if at > old {
+                self.skipped(line, old);
+            }
+            let end = at.saturating_add(len);
+            if (at..end).contains(&line.hole) {
+                line.hole = self.hole(file, end, size).unwrap_or(line.hole);
+            }
+            resize(line, size);
+            settle(line)
+        });
+        self.changed(index, revoked);
+    }
+
+    /// A hole was punched into a node's file.
+    pub fn punched(&self, node: u64, at: u64) {
+        let Some(index) = self.index(node) else { return };
+        let revoked = self.table.update(index, |line| {
+            self.skipped(line, at);
+            settle(line)
+        });
+        self.changed(index, revoked);
+    }
+
+    /// There may be a hole at this byte from now on.
+    fn skipped(&self, line: &mut Line, at: u64) {
+        if self.settings.writable == Writable::InPlace {
+            line.hole = line.hole.min(at);
+        }
+    }
+
+    /// Somebody looked and found the file of this size; `size` looks again.
+    pub fn saw(&self, node: u64, found: u64, size: impl FnOnce() -> Result<u64>) {
+        let Some(index) = self.index(node) else { return };
+        let revoked = self.table.update(index, |line| {
+            // What a truncation by this guest is about to make of it is known when that is done.
+            let known = found == line.entry.size || !line.limits.is_empty();
+            if line.entry.flags & VALID == 0 || known {
+                return false;
+            }
+            let Ok(size) = size() else { return false };
+            let old = line.entry.size;
+            if size > old {
+                // Nobody knows how the others made it longer.
+                self.skipped(line, old);
+            }
+            resize(line, size);
+            line.entry.change += u64::from(line.entry.size != old);
+            settle(line)
+        });
+        self.changed(index, revoked);
+    }
+
+    /// Runs what sets the file's size. The guest sees a smaller one before it is done, a larger one after it; `size` looks
+    /// then.
+    pub fn truncate<R>(
+        &self,
+        node: u64,
+        to: u64,
+        run: impl FnOnce() -> Result<R>,
+        size: impl FnOnce() -> Result<u64>,
+    ) -> Result<R> {
+        let Some(index) = self.index(node) else { return run() };
+        let old = self.table.update(index, |line| {
+            line.limits.push(to);
+            let old = line.entry.size;
+            resize(line, old);
+            old
+        });
+        let done = run();
+        let revoked = self.table.update(index, |line| {
+            line.limits.iter().position(|limit| *limit == to).map(|at| line.limits.swap_remove(at));
+            if to > line.entry.size {
+                self.skipped(line, line.entry.size);
+            }
+            match size() {
+                Ok(size) => resize(line, size),
+                // It failed, and so did the look: the size is what it was.
+                Err(_) if done.is_err() => resize(line, old),
+                Err(_) => {}
+            }
+            settle(line)
+        });
+        self.changed(index, revoked);
+        done
+    }
+
+    /// Has the mapper see to an entry that is revoked, or too short for its file.
+    fn changed(&self, index: u32, revoked: bool) {
+        let entry = self.table.entry(index);
+        if revoked {
+            self.send(Job::Downgrade { index });
+        } else if entry.is_live() && entry.size > entry.length {
+            self.send(Job::Remap { index });
+        }
+    }
+
+    fn send(&self, job: Job) {
+        let _ = self.jobs.send(job);
+    }
+}
+
+/// Sets the size, as far as truncations under way allow it.
+fn resize(line: &mut Line, size: u64) {
+    line.entry.size = line.limits.iter().copied().fold(size, u64::min);
+}
+
+/// Sets WRITABLE where stores cannot fail, and revokes where they could from now on: then it is true.
+pub(super) fn settle(line: &mut Line) -> bool {
+    if !line.entry.is_live() {
+        return false;
+    }
+    // An empty file has no hole, but may be one of a file system that never is written in place.
+    let whole = line.hole > 0 && line.hole >= line.entry.size;
+    let writable = line.entry.flags & WRITABLE != 0;
+    match (whole, writable) {
+        (true, _) => line.entry.flags |= WRITABLE,
+        (false, true) => line.entry.flags |= REVOKED,
+        (false, false) => {}
+    }
+    !whole && writable
+}

@@ -1,0 +1,52 @@
+//! What of region 1 is taken.
+
+use std::collections::BTreeMap;
+
+/// Ranges of a region, in bytes.
+pub struct Room {
+    size: u64,
+    /// Lengths by offset.
+    taken: BTreeMap<u64, u64>,
+}
+
+impl Room {
+    pub fn new(size: u64) -> Self {
+        Self { size, taken: BTreeMap::new() }
+    }
+
+    /// The first free range that is long enough.
+    pub fn take(&mut self, len: u64) -> Option<u64> {
+        let mut at = 0;
+        for (&start, &length) in &self.taken {
+            if start - at >= len {
+                break;
+            }
+            at = start + length;
+        }
+        if self.size - at < len {
+            return None;
+        }
+        self.taken.insert(at, len);
+        Some(at)
+    }
+
+    pub fn free(&mut self, at: u64) {
+        self.taken.remove(&at);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gaps_are_filled() {
+        let mut room = Room::new(10);
+        assert_eq!([4, 4, 4, 2, 1].map(|len| room.take(len)), [Some(0), Some(4), None, Some(8), None]);
+        room.free(0);
+        assert_eq!([5, 3, 1].map(|len| room.take(len)), [None, Some(0), Some(3)]);
+        room.free(4);
+        room.free(3);
+        assert_eq!(room.take(5), Some(3));
+    }
+}

@@ -1,0 +1,472 @@
+//! The mapper's part of window passthrough: puts whole files into slots of region 1, takes them back from the guest, and
+//! does not wait while the guest lets go.
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::fs::{FallocateFlags, fallocate, fstat};
+use rustix::io::Errno;
+
+use super::mapper::{Job, errno};
+use super::passthrough::{Passthrough, Writable, settle};
+use super::proxy::Kind;
+use super::room::Room;
+use super::table::{REVOKED, VALID, WRITABLE};
+use super::{Copy, RANGE, Shared, Source, StandIns, TABLE, WHOLE_FILES, table};
+use crate::fuse::ops::Result;
+
+/// How often acknowledgements are looked for while a host process waits for one, or a file for its longer slot.
+const SOON: Duration = Duration::from_millis(1);
+
+/// How often what nobody waits for is looked at.
+const LATER: Duration = Duration::from_millis(100);
+
+/// How long the guest may take to let go: the guard lets the host's process go on after 2 s.
+const PATIENCE: Duration = Duration::from_millis(1500);
+
+/// A file as the frontend has it.
+struct Held {
+    at: u64,
+    len: u64,
+    /// Of the stand-in.
+    id: u64,
+    real: OwnedFd,
+    /// Open as long as it is mapped; a host process that truncates waits for that.
+    stand_in: OwnedFd,
+}
+
+/// What is mapped in the place of a file that the guest did not let go of in time.
+struct Late {
+    at: u64,
+    len: u64,
+    /// The generation that the guest has.
+    generation: u32,
+    /// None: nothing could be mapped.
+    file: Option<Arc<OwnedFd>>,
+}
+
+/// What is behind an entry.
+struct Slot {
+    session: u64,
+    node: u64,
+    source: Arc<dyn Source>,
+    held: Option<Held>,
+    late: Option<Late>,
+    /// It is mapped again then, and not before: so that who waits for the end of the mapping sees it.
+    not_before: Option<Instant>,
+}
+
+/// Why an entry is revoked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Why {
+    /// A host process is about to truncate the file, and waits.
+    Host(Instant),
+    /// It gets a longer slot, which is reserved: offset, length.
+    Longer(u64, u64),
+    /// It is not to be stored to any more; the slot stays.
+    Downgrade,
+}
+
+/// A revocation that the guest has not acknowledged.
+struct Pending {
+    index: u32,
+    generation: u32,
+    why: Why,
+}
+
+pub struct Slots {
+    pass: Arc<Passthrough>,
+    shared: Arc<Shared>,
+    files: Arc<dyn StandIns>,
+    room: Room,
+    /// By index in the table.
+    known: HashMap<u32, Slot>,
+    pending: Vec<Pending>,
+    has_table: bool,
+}
+
+impl Slots {
+    pub fn new(pass: Arc<Passthrough>, shared: Arc<Shared>, files: Arc<dyn StandIns>) -> Self {
+        let room = Room::new(pass.size());
+        Self { pass, shared, files, room, known: HashMap::new(), pending: Vec::new(), has_table: false }
+    }
+
+    /// How long the mapper may wait for a job before it is to [`look`](Self::look).
+    pub fn patience(&self) -> Option<Duration> {
+        let waits = self.known.values().any(|slot| slot.late.is_some() || slot.not_before.is_some());
+        match self.pending.is_empty() {
+            false => Some(SOON),
+            true => waits.then_some(LATER),
+        }
+    }
+
+    pub fn serve(&mut self, job: Job) {
+        match job {
+            Job::Start { session, answer } => answer(self.start(session)),
+            Job::Open { session, node, index, source } => self.open(session, node, index, source),
+            Job::Drop { index } => self.drop_slot(index),
+            Job::Downgrade { index } => self.pend(index, Why::Downgrade),
+            Job::Remap { index } => self.lengthen(index),
+            Job::Ask { node, from, len, writable, answer } => answer(self.ask(node, from, len, writable)),
+            _ => {}
+        }
+    }
+
+    /// Gives the guest the table.
+    fn start(&mut self, session: u64) -> Result<()> {
+        self.reset();
+        let file = self.pass.table.file().ok_or(Errno::IO)?;
+        let seen = self.shared.map(TABLE, 0, table::LEN, file, 0, true).inspect_err(|errno| {
+            tracing::warn!("no window passthrough: the frontend does not map its table: {errno}");
+        })?;
+        self.has_table = true;
+        if !seen {
+            return Err(Errno::TIMEDOUT);
+        }
+        self.pass.started(session);
+        Ok(())
+    }
+
+    pub fn reset(&mut self) {
+        let all: Vec<u32> = self.known.keys().copied().collect();
+        all.into_iter().for_each(|index| self.drop_slot(index));
+        if std::mem::take(&mut self.has_table)
+            && let Some(file) = self.pass.table.file()
+        {
+            self.shared.unmap(TABLE, 0, table::LEN, file, 0);
+        }
+    }
+
+    fn open(&mut self, session: u64, node: u64, index: u32, source: Arc<dyn Source>) {
+        let start = Instant::now();
+        self.known.insert(index, Slot { session, node, source, held: None, late: None, not_before: None });
+        let mapped = self.fill(index);
+        tracing::trace!(node, us = start.elapsed().as_micros(), ?mapped, "passthrough");
+        if !self.pass.decide(session, node, index, mapped.is_ok()) {
+            self.drop_slot(index);
+        }
+    }
+
+    /// Maps an entry's file and makes the entry live.
+    fn fill(&mut self, index: u32) -> Result<()> {
+        let slot = self.known.get(&index).ok_or(Errno::STALE)?;
+        let (node, source) = (slot.node, slot.source.clone());
+        let real = source.open(true)?;
+        let id = self.shared.next_id();
+        let opened = self.files.open(id, Kind::Through, real.as_fd()).map_err(|e| errno(&e))?;
+        // Where the guard is not, the host could not execute it.
+        if !opened.guarded && source.facts()?.executable {
+            return Err(Errno::TXTBSY);
+        }
+        // Asked when the guard is there already, so that the answer holds.
+        let (at, len) = self.reserve(fstat(&real)?.st_size as u64)?;
+        self.put(index, node, Held { at, len, id, real, stand_in: opened.fd })
+    }
+
+    /// Maps a file where room is reserved, and makes the entry live.
+    fn put(&mut self, index: u32, node: u64, held: Held) -> Result<()> {
+        let stand_in = held.stand_in.as_fd();
+        match self.shared.map(WHOLE_FILES, held.at, held.len, stand_in, 0, true) {
+            Ok(true) => {}
+            seen => {
+                if seen.is_ok() {
+                    self.shared.unmap(WHOLE_FILES, held.at, held.len, stand_in, 0);
+                }
+                self.room.free(held.at);
+                return Err(seen.err().unwrap_or(Errno::TIMEDOUT));
+            }
+        }
+        self.pass.table.update(index, |line| {
+            line.slot = Some((held.at, held.len));
+            line.entry.nodeid = node;
+        });
+        let live = self.pass.live(index, held.real.as_fd());
+        if let Some(slot) = self.known.get_mut(&index) {
+            (slot.held, slot.not_before) = (Some(held), None);
+        }
+        live
+    }
+
+    /// A place for a file, with room to grow: if it can be had, as much again, else an eighth, else none.
+    fn reserve(&mut self, size: u64) -> Result<(u64, u64)> {
+        let len = |more: u64| size.checked_add(more)?.max(1).checked_next_multiple_of(RANGE);
+        let lens = [len(size), len(size / 8), len(0)];
+        loop {
+            let full = self.slots() >= self.pass.settings.slots;
+            let mut fits = lens.into_iter().flatten().filter(|_| !full);
+            match fits.find_map(|len| Some((self.room.take(len)?, len))) {
+                Some(place) => return Ok(place),
+                None => {
+                    let evicted = self.pass.nodes.lock().evict().ok_or(Errno::NOSPC)?;
+                    self.drop_slot(evicted);
+                }
+            }
+        }
+    }
+
+    /// Live mappings.
+    fn slots(&self) -> usize {
+        self.known.values().filter(|slot| slot.held.is_some() || slot.late.is_some()).count()
+    }
+
+    /// Ends what is behind an entry that no open has.
+    fn drop_slot(&mut self, index: u32) {
+        self.give_up(index);
+        drop(self.empty(index));
+        self.end_late(index);
+        let Some(slot) = self.known.remove(&index) else { return };
+        self.shared.copies.remove(&slot.node);
+        let mut nodes = self.pass.nodes.lock();
+        if slot.session == nodes.session {
+            self.pass.table.update(index, |line| (line.entry.flags, line.slot) = (0, None));
+        }
+        nodes.free(slot.session, index);
+    }
+
+    /// Forgets that an acknowledgement is waited for.
+    fn give_up(&mut self, index: u32) {
+        let (ended, rest) = std::mem::take(&mut self.pending).into_iter().partition(|p: &Pending| p.index == index);
+        self.pending = rest;
+        for pending in ended {
+            if let Why::Longer(at, _) = pending.why {
+                self.room.free(at);
+            }
+        }
+    }
+
+    /// Takes the file out of the slot. A host process that waits for that goes on when it is dropped.
+    fn empty(&mut self, index: u32) -> Option<Held> {
+        let held = self.known.get_mut(&index)?.held.take()?;
+        self.shared.unmap(WHOLE_FILES, held.at, held.len, held.stand_in.as_fd(), 0);
+        self.room.free(held.at);
+        Some(held)
+    }
+
+    fn end_late(&mut self, index: u32) {
+        let Some(slot) = self.known.get_mut(&index) else { return };
+        let Some(late) = slot.late.take() else { return };
+        self.shared.copies.remove(&slot.node);
+        if let Some(file) = late.file {
+            self.shared.unmap(WHOLE_FILES, late.at, late.len, file.as_fd(), 0);
+        }
+        self.room.free(late.at);
+    }
+
+    /// A host process is about to truncate the file of this stand-in.
+    pub fn revoke(&mut self, id: u64) {
+        let of = |slot: &Slot| slot.held.as_ref().is_some_and(|held| held.id == id);
+        let Some((&index, slot)) = self.known.iter().find(|(_, slot)| of(slot)) else { return };
+        let node = slot.node;
+        if self.pass.nodes.lock().forget(node, index) {
+            return self.drop_slot(index);
+        }
+        tracing::debug!(node, "a truncation on the host revokes a slot");
+        self.give_up(index);
+        self.pend(index, Why::Host(Instant::now() + PATIENCE));
+    }
+
+    /// Revokes a live entry, if it is not yet, and waits for the guest to let go of it.
+    fn pend(&mut self, index: u32, why: Why) {
+        if !self.known.contains_key(&index) || self.pending.iter().any(|pending| pending.index == index) {
+            return;
+        }
+        let entry = self.pass.table.update(index, |line| {
+            match line.entry.flags {
+                // An open that has yet to make it live will find that it has no slot any more.
+                0 if why != Why::Downgrade => (line.entry.flags, line.slot) = (REVOKED, None),
+                _ if line.entry.is_live() && why != Why::Downgrade => line.entry.flags |= REVOKED,
+                _ => {}
+            }
+            line.entry
+        });
+        if entry.is_revoking() {
+            self.pending.push(Pending { index, generation: entry.generation, why });
+        } else if matches!(why, Why::Host(_)) {
+            self.gone(index);
+        }
+    }
+
+    /// The guest does not use the slot any more.
+    fn gone(&mut self, index: u32) {
+        let held = self.empty(index);
+        self.set_gone(index);
+        drop(held);
+    }
+
+    fn set_gone(&mut self, index: u32) {
+        if let Some(slot) = self.known.get_mut(&index) {
+            slot.not_before = Some(Instant::now() + LATER);
+        }
+        self.pass.table.update(index, |line| {
+            line.slot = None;
+            (line.entry.flags, line.entry.offset, line.entry.length) = (REVOKED, 0, 0);
+        });
+    }
+
+    /// Begins to give a file that has outgrown its slot a longer one, if there is room for that.
+    fn lengthen(&mut self, index: u32) {
+        let Some(held) = self.known.get(&index).and_then(|slot| slot.held.as_ref()) else { return };
+        let entry = self.pass.table.entry(index);
+        let more = entry.size > held.len && entry.is_live();
+        // As much again and no less: each time costs the guest a revocation.
+        let Some(len) = entry.size.checked_mul(2).and_then(|len| len.checked_next_multiple_of(RANGE)) else { return };
+        if !more {
+            return;
+        }
+        if let Some(at) = self.room.take(len) {
+            self.pend(index, Why::Longer(at, len));
+        }
+    }
+
+    /// Sees to what acknowledgements were waited for, and to what is due.
+    pub fn look(&mut self) {
+        let done: Vec<(u32, Why, bool)> = self
+            .pending
+            .iter()
+            .filter_map(|p| {
+                let acknowledged = self.pass.table.acknowledged(p.index) == p.generation;
+                let late = matches!(p.why, Why::Host(until) if Instant::now() >= until);
+                (acknowledged || late).then_some((p.index, p.why, acknowledged))
+            })
+            .collect();
+        for (index, why, acknowledged) in done {
+            self.pending.retain(|pending| pending.index != index);
+            self.finish(index, why, acknowledged);
+        }
+        self.look_later();
+    }
+
+    fn finish(&mut self, index: u32, why: Why, acknowledged: bool) {
+        match why {
+            Why::Host(_) if acknowledged => self.gone(index),
+            Why::Host(_) => self.replace(index),
+            Why::Downgrade => {
+                let Some(real) = self.known.get(&index).and_then(|slot| slot.held.as_ref()) else { return };
+                if self.pass.live(index, real.real.as_fd()).is_err() {
+                    self.gone(index);
+                }
+            }
+            Why::Longer(at, len) => self.move_to(index, at, len),
+        }
+    }
+
+    /// Maps a file at another place.
+    fn move_to(&mut self, index: u32, at: u64, len: u64) {
+        let moved = self.known.get_mut(&index).and_then(|slot| Some((slot.node, slot.held.take()?)));
+        let Some((node, held)) = moved else { return self.room.free(at) };
+        self.shared.unmap(WHOLE_FILES, held.at, held.len, held.stand_in.as_fd(), 0);
+        self.room.free(held.at);
+        if let Err(errno) = self.put(index, node, Held { at, len, ..held }) {
+            tracing::debug!(node, "not mapped again: {errno}");
+            self.gone(index);
+        }
+    }
+
+    /// Puts the proxy's own copy in the place of a file that the guest did not let go of in time.
+    fn replace(&mut self, index: u32) {
+        let generation = self.pass.table.entry(index).generation;
+        let Some(slot) = self.known.get_mut(&index) else { return };
+        let (node, source) = (slot.node, slot.source.clone());
+        let Some(held) = slot.held.take() else { return };
+        tracing::warn!(node, "the guest did not let go of a file in time: what it still stores in place may be lost");
+        let (at, len) = (held.at, held.len);
+        self.shared.unmap(WHOLE_FILES, at, len, held.stand_in.as_fd(), 0);
+        self.set_gone(index);
+        drop(held);
+        let id = self.shared.next_id();
+        let open = || self.files.open(id, Kind::Cached, source.open(true)?.as_fd());
+        let mapped = open().map_err(|e| errno(&e)).and_then(|opened| {
+            self.shared.map(WHOLE_FILES, at, len, opened.fd.as_fd(), 0, true)?;
+            Ok(Arc::new(opened.fd))
+        });
+        let mapped = mapped.inspect_err(|errno| tracing::warn!(node, "nothing can be put in its place: {errno}"));
+        if let Ok(file) = &mapped {
+            self.shared.copies.insert(node, Copy { id, file: file.clone() });
+        }
+        if let Some(slot) = self.known.get_mut(&index) {
+            slot.late = Some(Late { at, len, generation, file: mapped.ok() });
+        }
+    }
+
+    /// Ends stand-ins that the guest has let go of, and maps files again whose truncation is over.
+    fn look_later(&mut self) {
+        let pass = &self.pass;
+        let over = |(index, slot): (&u32, &Slot)| {
+            let late = slot.late.as_ref().is_some_and(|late| pass.table.acknowledged(*index) == late.generation);
+            late.then_some(*index)
+        };
+        let over: Vec<u32> = self.known.iter().filter_map(over).collect();
+        over.into_iter().for_each(|index| self.end_late(index));
+        let due = |slot: &Slot| {
+            slot.held.is_none() && slot.late.is_none() && slot.not_before.is_some_and(|at| at <= Instant::now())
+        };
+        let due: Vec<u32> = self.known.iter().filter(|(_, slot)| due(slot)).map(|(index, _)| *index).collect();
+        for index in due {
+            let again = match self.fill(index) {
+                // The truncation is not over.
+                Err(Errno::BUSY) => Some(Instant::now() + LATER),
+                done => done.inspect_err(|errno| tracing::debug!("not mapped again: {errno}")).ok().and(None),
+            };
+            if let Some(slot) = self.known.get_mut(&index) {
+                slot.not_before = again;
+            }
+        }
+    }
+
+    /// What the guest asks for by SETUPMAPPING.
+    fn ask(&mut self, node: u64, from: u64, len: u64, writable: bool) -> Result<()> {
+        let index = self.pass.nodes.lock().index(node).ok_or(Errno::BADF)?;
+        let slot = self.known.get(&index).ok_or(Errno::AGAIN)?;
+        let end = from.checked_add(len).ok_or(Errno::INVAL)?;
+        let entry = self.pass.table.entry(index);
+        if entry.is_revoking() || slot.late.is_some() || slot.not_before.is_some_and(|at| at > Instant::now()) {
+            return Err(Errno::AGAIN);
+        }
+        if !entry.is_live() {
+            self.fill(index).map_err(|errno| match errno {
+                Errno::NOSPC | Errno::BUSY | Errno::TIMEDOUT => Errno::AGAIN,
+                other => other,
+            })?;
+            return self.ask_live(index, end, writable);
+        }
+        self.ask_live(index, end, writable)
+    }
+
+    fn ask_live(&mut self, index: u32, end: u64, writable: bool) -> Result<()> {
+        let entry = self.pass.table.entry(index);
+        if end > entry.length {
+            if entry.size <= entry.length {
+                // Beyond the end of the file.
+                return Err(Errno::FAULT);
+            }
+            self.lengthen(index);
+            return Err(Errno::AGAIN);
+        }
+        match writable && entry.flags & WRITABLE == 0 {
+            true => self.fill_holes(index),
+            false => Ok(()),
+        }
+    }
+
+    /// Has the host allocate what a file has no blocks for, so that no store to it can fail for want of space.
+    fn fill_holes(&mut self, index: u32) -> Result<()> {
+        let held = self.known.get(&index).and_then(|slot| slot.held.as_ref()).ok_or(Errno::AGAIN)?;
+        if self.pass.settings.writable == Writable::InPlace && !self.pass.writes_in_place(held.real.as_fd())? {
+            return Err(Errno::OPNOTSUPP);
+        }
+        let size = fstat(&held.real)?.st_size as u64;
+        if size > 0 {
+            fallocate(&held.real, FallocateFlags::KEEP_SIZE, 0, size)?;
+        }
+        self.pass.table.update(index, |line| {
+            if line.entry.flags & VALID != 0 && line.entry.size <= size {
+                line.hole = size.max(1);
+                settle(line);
+            }
+        });
+        let writable = self.pass.table.entry(index).flags & WRITABLE != 0;
+        if writable { Ok(()) } else { Err(Errno::AGAIN) }
+    }
+}

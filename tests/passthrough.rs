@@ -1,0 +1,640 @@
+//! Window passthrough of a whole device, with the real proxy and guard, and a guest that reads the table and acknowledges.
+//! Needs root and Linux 6.9, and 6.14 for the guard.
+//!
+//! The program runs itself, as in `window_proxy.rs`: the window process is started by a process of one thread.
+
+use std::fs::{self, File, OpenOptions};
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::process::{Child, Command, ExitCode};
+use std::sync::Arc;
+use std::thread::{sleep, spawn};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{Mode, OFlags};
+use tempfile::TempDir;
+use thruway::device;
+use thruway::frontend::{Frontend, Mapped, Options, Window as Regions};
+use thruway::fs::{Config, PassthroughFs, proc_self_fd};
+use thruway::fuse::Server;
+use thruway::fuse::abi::*;
+use thruway::sandbox::seccomp;
+use thruway::window::proxy::{self, Guard, GuardMode};
+use thruway::window::{RANGE, Settings, Window, Writable};
+use vm_memory::mmap::MmapRegion;
+use vm_memory::{Bytes, FileOffset, VolatileMemory};
+use zerocopy::{FromBytes, IntoBytes};
+
+const TESTS: &[(&str, fn())] = &[
+    ("a_file_is_mapped_once_and_whole", a_file_is_mapped_once_and_whole),
+    ("sizes_follow_the_guests_changes", sizes_follow_the_guests_changes),
+    ("sizes_follow_the_hosts_changes", sizes_follow_the_hosts_changes),
+    ("holes_are_not_written_in_place", holes_are_not_written_in_place),
+    ("what_is_not_worth_it_stays_with_messages", what_is_not_worth_it_stays_with_messages),
+    ("slots_are_few_and_evicted", slots_are_few_and_evicted),
+    ("a_file_that_grows_gets_a_longer_slot", a_file_that_grows_gets_a_longer_slot),
+    ("the_host_waits_for_the_acknowledgement", the_host_waits_for_the_acknowledgement),
+    ("without_acknowledgement_there_is_a_stand_in", without_acknowledgement_there_is_a_stand_in),
+    ("the_table_is_not_believed", the_table_is_not_believed),
+    ("a_session_begins_with_nothing", a_session_begins_with_nothing),
+    ("a_stock_guest_sees_nothing_of_it", a_stock_guest_sees_nothing_of_it),
+    ("with_a_dax_window_too", with_a_dax_window_too),
+];
+
+/// The exit code of a test that could not run.
+const SKIPPED: u8 = 77;
+
+const SIZE: u64 = 64 * RANGE;
+const SLOTS: usize = 3;
+const SOON: Duration = Duration::from_secs(1);
+
+const VALID: u32 = 1;
+const WRITABLE: u32 = 2;
+const REVOKED: u32 = 4;
+const ACKS: usize = 64 * 4096;
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    match args.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        ["--run", name] => TESTS.iter().find(|(n, _)| *n == name).unwrap().1(),
+        ["--truncate", path, size] => truncate(path, size.parse().unwrap()),
+        _ => return run_all(args.iter().find(|arg| !arg.starts_with('-')).map_or("", String::as_str)),
+    }
+    ExitCode::SUCCESS
+}
+
+/// What a process of the host does.
+fn truncate(path: &str, size: u64) {
+    // The crate vhost takes descriptors that a child inherits: here, of the mapping that is to go.
+    // SAFETY: none of these is in use.
+    assert_eq!(unsafe { libc::close_range(3, u32::MAX, 0) }, 0);
+    OpenOptions::new().write(true).open(path).unwrap().set_len(size).unwrap()
+}
+
+fn run_all(filter: &str) -> ExitCode {
+    let mut failed = 0;
+    for (name, _) in TESTS.iter().filter(|(name, _)| name.contains(filter)) {
+        let status = this(&["--run", name]).status().unwrap();
+        let skipped = status.code() == Some(SKIPPED.into());
+        failed += usize::from(!status.success() && !skipped);
+        let result = if skipped { "skipped" } else { ["FAILED", "ok"][usize::from(status.success())] };
+        println!("test {name} ... {result}");
+    }
+    println!("{failed} failed");
+    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn this(args: &[&str]) -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(args);
+    command
+}
+
+fn skip(reason: impl std::fmt::Display) -> ! {
+    println!("skipped: {reason}");
+    std::process::exit(SKIPPED.into())
+}
+
+fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
+    let end = Instant::now() + 5 * SOON;
+    while !done() {
+        assert!(Instant::now() < end, "{what}");
+        sleep(Duration::from_millis(1));
+    }
+}
+
+/// A mapping as the guest has it.
+struct Memory(MmapRegion);
+
+impl Memory {
+    fn new(mapped: &Mapped) -> Self {
+        let file = File::from(mapped.file.try_clone().unwrap());
+        let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED);
+        let file = Some(FileOffset::new(file, mapped.from));
+        Self(MmapRegion::build(file, mapped.len as usize, prot, flags).unwrap())
+    }
+
+    fn get<T: vm_memory::ByteValued>(&self, at: usize) -> T {
+        self.0.as_volatile_slice().read_obj(at).unwrap()
+    }
+
+    fn put<T: vm_memory::ByteValued>(&self, at: usize, value: T) {
+        self.0.as_volatile_slice().write_obj(value, at).unwrap()
+    }
+}
+
+/// An entry of the table. Nobody writes while it is read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Entry {
+    flags: u32,
+    offset: u64,
+    length: u64,
+    size: u64,
+    nodeid: u64,
+    change: u64,
+    generation: u32,
+}
+
+struct Guest {
+    frontend: Frontend,
+    regions: Regions,
+    dir: TempDir,
+    guard: Guard,
+    table: Memory,
+}
+
+impl Guest {
+    fn new() -> Self {
+        Self::with(Config { passthrough_min_size: 1000, ..Default::default() }, 0, Writable::InPlace)
+    }
+
+    fn guarded() -> Self {
+        let guest = Self::new();
+        match &guest.guard {
+            Guard::On => guest,
+            off => skip(off),
+        }
+    }
+
+    fn with(config: Config, dax: u64, writable: Writable) -> Self {
+        let dir = TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let proxy = proxy::start(GuardMode::Fanotify, seccomp::Action::Kill).unwrap_or_else(|e| skip(e));
+        let guard = proxy.guard().clone();
+        let settings = Settings { size: SIZE, slots: SLOTS, writable };
+        let window = Window::new(dax, Some(settings), Arc::new(proxy)).unwrap();
+        let root = rustix::fs::open(dir.path(), OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap();
+        let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), config).unwrap();
+        let fs = fs.with_window(Some(window.clone()));
+        let listener = UnixListener::bind(dir.path().join("socket")).unwrap();
+        let options = device::Options { tag: None, request_queues: 1, keep_alive: true, window: Some(window) };
+        spawn(move || device::serve(listener, Arc::new(Server::new(fs)), options));
+        let mut frontend = Frontend::connect(&dir.path().join("socket"), Options::default()).unwrap();
+        let regions = frontend.open_window().unwrap();
+        assert_eq!(regions.sizes, [dax, SIZE - RANGE, RANGE]);
+        let flags = init(&frontend, u64::MAX);
+        assert!(flags.contains(InitFlags::PASSTHROUGH_SHM));
+        assert!(!flags.intersects(InitFlags::WRITEBACK_CACHE | InitFlags::PASSTHROUGH));
+        let table = Memory::new(&regions.mapped_in(2)[&0]);
+        Self { frontend, regions, dir, guard, table }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// A new file without holes, of so many bytes "r".
+    fn file(&self, name: &str, size: usize) -> File {
+        fs::write(self.path(name), vec![b'r'; size]).unwrap();
+        OpenOptions::new().read(true).write(true).open(self.path(name)).unwrap()
+    }
+
+    fn call(&self, opcode: Opcode, node: u64, args: &[u8], room: usize) -> Result<Vec<u8>, i32> {
+        self.frontend.request(1, opcode as u32, node, args, &[], room)
+    }
+
+    fn lookup(&self, name: &str) -> u64 {
+        let name = format!("{name}\0");
+        let entry = self.call(Opcode::Lookup, ROOT_ID, name.as_bytes(), size_of::<EntryOut>()).unwrap();
+        EntryOut::read_from_bytes(&entry).unwrap().nodeid
+    }
+
+    /// The handle, and the index if it has passthrough.
+    fn open(&self, node: u64, flags: i32) -> (u64, Option<u32>) {
+        let open = OpenIn { flags: flags as u32, open_flags: 0 };
+        let out = self.call(Opcode::Open, node, open.as_bytes(), size_of::<OpenOut>()).unwrap();
+        let out = OpenOut::read_from_bytes(&out).unwrap();
+        let passes = out.open_flags & OpenFlags::PASSTHROUGH.bits() != 0;
+        assert!(passes == (out.open_flags == OpenFlags::PASSTHROUGH.bits()) && passes == (out.backing_id > 0));
+        (out.fh, passes.then_some(out.backing_id as u32))
+    }
+
+    fn release(&self, node: u64, fh: u64) {
+        self.call(Opcode::Release, node, ReleaseIn { fh, ..Default::default() }.as_bytes(), 0).unwrap();
+    }
+
+    fn write(&self, node: u64, fh: u64, offset: u64, len: usize) {
+        let write = WriteIn { fh, offset, size: len as u32, ..Default::default() };
+        let args = [write.as_bytes(), &vec![b'w'; len]].concat();
+        self.call(Opcode::Write, node, &args, size_of::<WriteOut>()).unwrap();
+    }
+
+    fn setattr_size(&self, node: u64, size: u64) {
+        let attr = SetattrIn { valid: SetattrValid::SIZE.bits(), size, ..Default::default() };
+        self.call(Opcode::Setattr, node, attr.as_bytes(), size_of::<AttrOut>()).unwrap();
+    }
+
+    fn fallocate(&self, node: u64, fh: u64, mode: i32, offset: u64, length: u64) {
+        let args = FallocateIn { fh, offset, length, mode: mode as u32, padding: 0 };
+        self.call(Opcode::Fallocate, node, args.as_bytes(), 0).unwrap();
+    }
+
+    fn getattr(&self, node: u64) -> Attr {
+        let out = self.call(Opcode::Getattr, node, GetattrIn::default().as_bytes(), size_of::<AttrOut>()).unwrap();
+        AttrOut::read_from_bytes(&out).unwrap().attr
+    }
+
+    fn ask(&self, node: u64, fh: u64, foffset: u64, len: u64, write: bool) -> Result<(), i32> {
+        let flags = SETUPMAPPING_PASSTHROUGH | if write { SETUPMAPPING_WRITE } else { 0 };
+        let args = SetupmappingIn { fh, foffset, len, flags, moffset: 0 };
+        self.call(Opcode::Setupmapping, node, args.as_bytes(), 0).map(drop)
+    }
+
+    fn entry(&self, index: u32) -> Entry {
+        let at = 64 * index as usize;
+        let word = |n: usize| self.table.get::<u64>(at + 8 * n);
+        let (flags, generation) = (self.table.get(at + 4), self.table.get(at + 48));
+        let (offset, length, size, nodeid, change) = (word(1), word(2), word(3), word(4), word(5));
+        Entry { flags, offset, length, size, nodeid, change, generation }
+    }
+
+    fn revocations(&self) -> u32 {
+        self.table.get(24)
+    }
+
+    fn acknowledge(&self, index: u32) {
+        self.table.put(ACKS + 4 * index as usize, self.entry(index).generation);
+    }
+
+    /// Waits for a revocation, acknowledges it, and waits for what comes of it.
+    fn let_go(&self, index: u32) -> Entry {
+        wait_until("revoked", || self.entry(index).flags & REVOKED != 0);
+        self.acknowledge(index);
+        wait_until("live", || self.entry(index).flags & (VALID | REVOKED) == VALID);
+        self.entry(index)
+    }
+
+    fn slots(&self) -> usize {
+        self.regions.mapped_in(1).len()
+    }
+
+    fn slot(&self, index: u32) -> Memory {
+        Memory::new(&self.regions.mapped_in(1)[&self.entry(index).offset])
+    }
+
+    fn host_truncates(&self, name: &str, size: u64) -> Child {
+        this(&["--truncate", self.path(name).to_str().unwrap(), &size.to_string()]).spawn().unwrap()
+    }
+}
+
+fn init(frontend: &Frontend, flags: u64) -> InitFlags {
+    let out = InitOut::read_from_bytes(&frontend.fuse_init(flags).unwrap()).unwrap();
+    InitFlags::from_bits_retain(u64::from(out.flags) | u64::from(out.flags2) << 32)
+}
+
+fn byte(file: &File, at: u64) -> u8 {
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, at).unwrap();
+    byte[0]
+}
+
+fn a_file_is_mapped_once_and_whole() {
+    let guest = Guest::new();
+    let (file, other) = (guest.file("file", 5_000_000), guest.file("other", 5_000));
+    let node = guest.lookup("file");
+    let (fh, index) = guest.open(node, libc::O_RDONLY);
+    let index = index.unwrap();
+    let entry = guest.entry(index);
+    let (nodeid, size) = (node, 5_000_000_u64);
+    let length = (2 * size).next_multiple_of(RANGE);
+    let offset = entry.offset;
+    let live = Entry { flags: VALID | WRITABLE, offset, length, size, nodeid, change: 0, generation: 1 };
+    assert_eq!((entry, offset % RANGE), (live, 0));
+    let slot = guest.slot(index);
+    assert_eq!([0, 4_999_999, 5_000_000].map(|at| slot.get::<u8>(at)), [b'r', b'r', 0]);
+    slot.put(4_000_000, b's');
+    file.write_all_at(b"h", 1).unwrap();
+    assert_eq!((byte(&file, 4_000_000), slot.get::<u8>(1)), (b's', b'h'));
+
+    // Opens share it, and the next one after the last finds it.
+    let mapped = guest.regions.mapped_in(1)[&offset].file.clone();
+    let (fh2, again) = guest.open(node, libc::O_RDWR);
+    assert_eq!((again, guest.entry(index)), (Some(index), live));
+    guest.release(node, fh);
+    assert_eq!(guest.entry(index), live);
+    guest.release(node, fh2);
+    assert_eq!((guest.entry(index).flags, guest.slots()), (0, 1));
+    file.set_len(6_000_000).unwrap();
+    file.write_all_at(&[b'h'; 1_000_000], 5_000_000).unwrap();
+    assert_eq!(guest.open(node, libc::O_RDONLY).1, Some(index));
+    assert_eq!(guest.entry(index), Entry { generation: 2, size: 6_000_000, ..live });
+    assert!(Arc::ptr_eq(&mapped, &guest.regions.mapped_in(1)[&offset].file));
+
+    // Another file is in another slot.
+    let (_, second) = guest.open(guest.lookup("other"), libc::O_RDWR);
+    other.write_all_at(b"o", 0).unwrap();
+    assert_eq!((guest.slot(second.unwrap()).get::<u8>(0), slot.get::<u8>(0), guest.slots()), (b'o', b'r', 2));
+}
+
+fn sizes_follow_the_guests_changes() {
+    let guest = Guest::new();
+    guest.file("file", 5000);
+    guest.file("from", 5000);
+    let node = guest.lookup("file");
+    let (fh, index) = guest.open(node, libc::O_RDWR);
+    let index = index.unwrap();
+    let size = || guest.entry(index).size;
+    guest.write(node, fh, 5000, 100);
+    assert_eq!(size(), 5100);
+    let append = WriteIn { fh, size: 7, flags: libc::O_APPEND as u32, ..Default::default() };
+    let args = [append.as_bytes(), b"appends"].concat();
+    guest.call(Opcode::Write, node, &args, size_of::<WriteOut>()).unwrap();
+    assert_eq!(size(), 5107);
+    guest.setattr_size(node, 4000);
+    assert_eq!(size(), 4000);
+    guest.fallocate(node, fh, 0, 3000, 5000);
+    assert_eq!(size(), 8000);
+    guest.fallocate(node, fh, libc::FALLOC_FL_KEEP_SIZE, 8000, 5000);
+    assert_eq!(size(), 8000);
+    let from = guest.lookup("from");
+    let (fh_in, _) = guest.open(from, libc::O_RDONLY);
+    let copy = CopyFileRangeIn { fh_in, nodeid_out: node, fh_out: fh, off_out: 8000, len: 1000, ..Default::default() };
+    guest.call(Opcode::CopyFileRange, from, copy.as_bytes(), size_of::<WriteOut>()).unwrap();
+    assert_eq!(size(), 9000);
+    assert_eq!(guest.open(node, libc::O_RDWR | libc::O_TRUNC).1, Some(index));
+    assert_eq!(size(), 0);
+    guest.write(node, fh, 0, 20_000);
+    assert_eq!((size(), guest.getattr(node).size), (20_000, 20_000));
+    let entry = guest.entry(index);
+    assert_eq!((entry.change, entry.generation, entry.flags), (0, 1, VALID | WRITABLE));
+}
+
+fn sizes_follow_the_hosts_changes() {
+    let guest = Guest::new();
+    let file = guest.file("file", 5000);
+    let node = guest.lookup("file");
+    let index = guest.open(node, libc::O_RDWR).1.unwrap();
+    file.write_all_at(b"more", 5000).unwrap();
+    assert_eq!(guest.entry(index).size, 5000);
+    guest.getattr(node);
+    assert_eq!((guest.entry(index).size, guest.entry(index).change), (5004, 1));
+    guest.getattr(node);
+    assert_eq!(guest.entry(index).change, 1);
+}
+
+fn holes_are_not_written_in_place() {
+    let guest = Guest::new();
+    let file = guest.file("file", 5000);
+    file.set_len(1 << 20).unwrap();
+    let node = guest.lookup("file");
+    let (fh, index) = guest.open(node, libc::O_RDWR);
+    let index = index.unwrap();
+    assert_eq!(guest.entry(index).flags, VALID);
+    // Filled by messages.
+    guest.write(node, fh, 4096, (1 << 20) - 4096);
+    assert_eq!(guest.entry(index).flags, VALID | WRITABLE);
+    // A hole comes about: the guest is to let go, and may look then.
+    guest.setattr_size(node, 2 << 20);
+    let revoked = guest.entry(index);
+    assert_eq!((revoked.flags, revoked.size, guest.revocations()), (VALID | WRITABLE | REVOKED, 2 << 20, 1));
+    assert_eq!(guest.ask(node, fh, 0, 4096, false), Err(libc::EAGAIN));
+    let live = guest.let_go(index);
+    assert_eq!(live, Entry { flags: VALID, generation: revoked.generation + 1, ..revoked });
+    assert_eq!(guest.slots(), 1);
+    // Filled by the host, since the guest is to write there.
+    assert_eq!(guest.ask(node, fh, 0, 4096, false), Ok(()));
+    assert_eq!(guest.ask(node, fh, (2 << 20) - 4096, 4096, true), Ok(()));
+    assert_eq!(guest.entry(index).flags, VALID | WRITABLE);
+    let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+    guest.fallocate(node, fh, punch, 8192, 4096);
+    assert_eq!(guest.entry(index).flags, VALID | WRITABLE | REVOKED);
+    assert_eq!(guest.let_go(index).flags, VALID);
+}
+
+fn what_is_not_worth_it_stays_with_messages() {
+    let config = Config { passthrough_min_size: 1000, allow_direct_io: true, writeback: true, ..Default::default() };
+    let guest = Guest::with(config, 0, Writable::InPlace);
+    for (name, size, flags) in [
+        ("small", 999, libc::O_RDWR),
+        ("append", 5000, libc::O_WRONLY | libc::O_APPEND),
+        ("direct", 5000, libc::O_RDONLY | libc::O_DIRECT),
+    ] {
+        guest.file(name, size);
+        let node = guest.lookup(name);
+        let (fh, none) = guest.open(node, flags);
+        assert_eq!(none, None, "{name}");
+        // As long as that open is there, no other may have it.
+        guest.setattr_size(node, 5000);
+        let (fh2, none) = guest.open(node, libc::O_RDWR);
+        assert_eq!(none, None, "{name}");
+        guest.release(node, fh);
+        guest.release(node, fh2);
+        assert_eq!(guest.slots(), 0);
+        let (fh, some) = guest.open(node, libc::O_RDWR);
+        assert!(some.is_some());
+        // Nor the other way round.
+        assert_eq!(guest.open(node, flags).1, some);
+        guest.release(node, fh);
+        fs::remove_file(guest.path(name)).unwrap();
+        guest.call(Opcode::Destroy, 0, &[], 0).unwrap();
+        init(&guest.frontend, u64::MAX);
+    }
+}
+
+fn slots_are_few_and_evicted() {
+    let guest = Guest::new();
+    let names: Vec<String> = (0..6).map(|n| format!("f{n}")).collect();
+    let nodes: Vec<u64> = names
+        .iter()
+        .map(|name| {
+            guest.file(name, 2000);
+            guest.lookup(name)
+        })
+        .collect();
+    let open: Vec<_> = nodes.iter().take(SLOTS).map(|node| guest.open(*node, libc::O_RDONLY)).collect();
+    assert!(open.iter().all(|(_, index)| index.is_some()));
+    assert_eq!((guest.open(nodes[3], libc::O_RDONLY).1, guest.slots()), (None, SLOTS));
+    // The one that was released first gives way.
+    guest.release(nodes[1], open[1].0);
+    guest.release(nodes[0], open[0].0);
+    assert_eq!(guest.slots(), SLOTS);
+    let index = guest.open(nodes[4], libc::O_RDONLY).1.unwrap();
+    assert_eq!((guest.slots(), guest.slot(index).get::<u8>(0)), (SLOTS, b'r'));
+    assert_eq!(guest.open(nodes[0], libc::O_RDONLY).1, open[0].1);
+    // A kept file goes with its node.
+    guest.release(nodes[2], open[2].0);
+    guest.call(Opcode::Forget, nodes[2], ForgetIn { nlookup: 1 }.as_bytes(), 0).ok();
+    wait_until("forgotten", || guest.slots() == SLOTS - 1);
+    // Nothing fits.
+    let huge = guest.file("huge", 0);
+    huge.set_len(SIZE).unwrap();
+    assert_eq!(guest.open(guest.lookup("huge"), libc::O_RDONLY).1, None);
+    huge.set_len(1 << 43).unwrap();
+    assert_eq!(guest.open(guest.lookup("huge"), libc::O_RDONLY).1, None);
+}
+
+fn a_file_that_grows_gets_a_longer_slot() {
+    let guest = Guest::new();
+    guest.file("file", 5000);
+    let node = guest.lookup("file");
+    let (fh, index) = guest.open(node, libc::O_RDWR);
+    let index = index.unwrap();
+    let (before, slot) = (guest.entry(index), guest.slot(index));
+    assert_eq!(before.length, RANGE);
+    (0..3 * RANGE).step_by(1 << 20).for_each(|at| guest.write(node, fh, at, 1 << 20));
+    wait_until("revoked", || guest.entry(index).flags == VALID | WRITABLE | REVOKED);
+    assert_eq!(guest.entry(index).size, 3 * RANGE);
+    drop(slot);
+    let after = guest.let_go(index);
+    assert!(after.length > RANGE, "{after:?}");
+    assert_eq!((after.size, after.generation, guest.slots()), (3 * RANGE, 2, 1));
+    assert_eq!(guest.slot(index).get::<u8>(after.length.min(3 * RANGE) as usize - 1), b'w');
+    // What is not there yet is had by asking.
+    guest.write(node, fh, 3 * RANGE, 1 << 20);
+    for _ in 0..2 {
+        if guest.ask(node, fh, 3 * RANGE, 1 << 20, true) == Err(libc::EAGAIN) {
+            guest.let_go(index);
+        }
+    }
+    assert_eq!(guest.ask(node, fh, 3 * RANGE, 1 << 20, true), Ok(()));
+    assert_eq!(guest.ask(node, fh, 20 * RANGE, 4096, false), Err(libc::EFAULT));
+    assert_eq!(guest.ask(node, fh, u64::MAX, 4096, false), Err(libc::EINVAL));
+    assert_eq!(guest.ask(node, fh + 1, 0, 4096, false), Err(libc::EBADF));
+}
+
+fn the_host_waits_for_the_acknowledgement() {
+    let guest = Guest::guarded();
+    let file = guest.file("file", 5_000_000);
+    let node = guest.lookup("file");
+    let (fh, index) = guest.open(node, libc::O_RDWR);
+    let index = index.unwrap();
+    let before = guest.entry(index);
+    let mut host = guest.host_truncates("file", 100);
+    wait_until("revoked", || guest.entry(index).flags & REVOKED != 0);
+    assert_eq!((guest.entry(index).generation, guest.revocations()), (before.generation, 1));
+    // Messages are served meanwhile.
+    guest.write(node, fh, 0, 10);
+    assert_eq!(guest.getattr(node).size, 5_000_000);
+    sleep(SOON / 4);
+    assert!(host.try_wait().unwrap().is_none(), "held");
+    assert_eq!(guest.ask(node, fh, 0, 4096, false), Err(libc::EAGAIN));
+    let start = Instant::now();
+    guest.acknowledge(index);
+    assert!(host.wait().unwrap().success());
+    assert!(start.elapsed() < SOON / 2, "{:?}", start.elapsed());
+    let gone = guest.entry(index);
+    assert_eq!((gone.flags, gone.offset, gone.length, guest.slots()), (REVOKED, 0, 0, 0));
+    // Later opens have the same entry, revoked or not.
+    assert_eq!(guest.open(node, libc::O_RDONLY).1, Some(index));
+    assert_eq!((file.metadata().unwrap().len(), guest.getattr(node).size), (100, 100));
+    wait_until("mapped again", || guest.entry(index).flags & VALID != 0);
+    let after = guest.entry(index);
+    assert_eq!((after.size, after.generation), (100, before.generation + 1));
+    assert_eq!(guest.ask(node, fh, 0, 4096, true), Ok(()));
+    // A kept slot goes at once.
+    guest.call(Opcode::Destroy, 0, &[], 0).unwrap();
+    init(&guest.frontend, u64::MAX);
+    let node = guest.lookup("file");
+    guest.file("file", 5000);
+    sleep(5 * SOON / 2);
+    let (fh, index) = guest.open(node, libc::O_RDWR);
+    guest.release(node, fh);
+    assert_eq!((index.is_some(), guest.slots()), (true, 1));
+    let start = Instant::now();
+    assert!(guest.host_truncates("file", 100).wait().unwrap().success());
+    assert!(start.elapsed() < SOON && guest.slots() == 0, "{:?}", start.elapsed());
+}
+
+fn without_acknowledgement_there_is_a_stand_in() {
+    let guest = Guest::guarded();
+    guest.file("file", 5_000_000);
+    let node = guest.lookup("file");
+    let (fh, index) = guest.open(node, libc::O_RDWR);
+    let index = index.unwrap();
+    let before = guest.entry(index);
+    let start = Instant::now();
+    assert!(guest.host_truncates("file", 100).wait().unwrap().success());
+    let took = start.elapsed();
+    assert!(took > SOON && took < 2 * SOON, "{took:?}");
+    assert_eq!((guest.entry(index).flags, guest.entry(index).length), (REVOKED, 0));
+    // A late touch finds memory, of that file alone.
+    wait_until("replaced", || guest.slots() == 1);
+    let stand_in = Memory::new(&guest.regions.mapped_in(1)[&before.offset]);
+    assert_eq!([0, 4096, before.length as usize - 1].map(|at| stand_in.get::<u8>(at)), [b'r', 0, 0]);
+    stand_in.put(4_000_000, b'l');
+    drop(stand_in);
+    assert_eq!(guest.ask(node, fh, 0, 100, false), Err(libc::EAGAIN));
+    assert_eq!(guest.getattr(node).size, 100);
+    guest.acknowledge(index);
+    wait_until("mapped again", || guest.entry(index).flags & VALID != 0);
+    assert_eq!((guest.slots(), guest.entry(index).generation), (1, before.generation + 1));
+    guest.release(node, fh);
+}
+
+fn the_table_is_not_believed() {
+    let guest = Guest::new();
+    let file = guest.file("file", 5_000_000);
+    let node = guest.lookup("file");
+    let (fh, index) = guest.open(node, libc::O_RDWR);
+    let index = index.unwrap();
+    let (entry, slots) = (guest.entry(index), guest.slots());
+    for word in [0, u64::MAX, 0x0102_0304_0506_0708, entry.generation.into()] {
+        (0..RANGE as usize).step_by(8).for_each(|at| guest.table.put(at, word));
+        guest.write(node, fh, 0, 100);
+        guest.setattr_size(node, 4_999_000);
+        guest.write(node, fh, 4_999_000, 1000);
+        assert_eq!((guest.getattr(node).size, guest.slots()), (5_000_000, slots));
+        assert_eq!(guest.entry(index), entry);
+    }
+    // An early acknowledgement hurts the guest alone.
+    guest.acknowledge(index);
+    guest.setattr_size(node, 6_000_000);
+    wait_until("live", || guest.entry(index).flags == VALID);
+    guest.release(node, fh);
+    let (_, again) = guest.open(node, libc::O_RDWR);
+    assert_eq!((again, file.metadata().unwrap().len()), (Some(index), 6_000_000));
+    // Handles that do not exist, again and again.
+    for fh in 0..1000 {
+        let released = guest.call(Opcode::Release, node + 1, ReleaseIn { fh, ..Default::default() }.as_bytes(), 0);
+        assert_eq!(released, Err(libc::EBADF));
+    }
+    assert_eq!(guest.entry(index).flags & VALID, VALID);
+}
+
+fn a_session_begins_with_nothing() {
+    let guest = Guest::new();
+    guest.file("file", 5000);
+    for _ in 0..20 {
+        let node = guest.lookup("file");
+        let index = guest.open(node, libc::O_RDWR).1.unwrap();
+        assert_eq!((guest.entry(index).nodeid, guest.entry(index).generation, guest.slots()), (node, 1, 1));
+        init(&guest.frontend, u64::MAX);
+        assert_eq!((guest.entry(index), guest.slots()), (Entry::default(), 0));
+    }
+    guest.call(Opcode::Destroy, 0, &[], 0).unwrap();
+    wait_until("unmapped", || guest.regions.mapped_in(2).is_empty());
+}
+
+fn a_stock_guest_sees_nothing_of_it() {
+    let guest = Guest::with(Config { writeback: true, ..Default::default() }, 0, Writable::InPlace);
+    guest.file("file", 5000);
+    let flags = init(&guest.frontend, !InitFlags::PASSTHROUGH_SHM.bits());
+    assert!(flags.contains(InitFlags::WRITEBACK_CACHE) && !flags.contains(InitFlags::PASSTHROUGH_SHM));
+    assert!(!flags.contains(InitFlags::HAS_INODE_DAX));
+    let node = guest.lookup("file");
+    let (fh, none) = guest.open(node, libc::O_RDWR);
+    assert_eq!(none, None);
+    guest.write(node, fh, 5000, 100);
+    assert_eq!(guest.ask(node, fh, 0, 4096, false), Err(libc::ENOSYS));
+    let args = SetupmappingIn { len: RANGE, ..Default::default() };
+    assert_eq!(guest.call(Opcode::Setupmapping, node, args.as_bytes(), 0), Err(libc::EINVAL));
+    guest.release(node, fh);
+    assert_eq!((guest.slots(), guest.regions.mapped_in(2).len()), (0, 0));
+}
+
+fn with_a_dax_window_too() {
+    let config = Config { passthrough_min_size: 1000, ..Default::default() };
+    let guest = Guest::with(config, 8 * RANGE, Writable::Always);
+    guest.file("file", 5000).set_len(RANGE).unwrap();
+    let node = guest.lookup("file");
+    // Not both for one file.
+    assert_eq!(guest.getattr(node).flags, 0);
+    let index = guest.open(node, libc::O_RDWR).1.unwrap();
+    assert_eq!(guest.entry(index).flags, VALID | WRITABLE);
+    let args = SetupmappingIn { fh: u64::MAX, len: 2 * RANGE, flags: SETUPMAPPING_WRITE, ..Default::default() };
+    guest.call(Opcode::Setupmapping, node, args.as_bytes(), 0).unwrap();
+    assert_eq!((guest.regions.mapped().len(), guest.slots()), (2, 1));
+    init(&guest.frontend, !InitFlags::PASSTHROUGH_SHM.bits());
+    assert_eq!(guest.lookup("file"), node + 1);
+    assert_eq!(guest.getattr(node + 1).flags, ATTR_DAX);
+}
