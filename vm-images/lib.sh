@@ -17,7 +17,10 @@ artefact() {
 
 tools_dir() { artefact tools "$here/build-tools"; }
 tree_dir() { artefact tree "$here/build-tree" "$here/build-tools" "$here/packages/tree.list" "$here/pjdfstest.toml"; }
-uml_smp_dir() { artefact uml-smp "$here/build-uml-smp" "$here/linux-source.sh" "$here/uml-smp.config"; }
+uml_smp_dir() { artefact uml-smp "$here/build-uml-smp" "$here/linux-source.sh" "$here/uml-smp.config" "${guest_patches[@]}"; }
+
+# For every kernel that is built here.
+guest_patches=("$here"/../guest-kernel/patches/*.patch)
 
 package_list() { grep -vE '^(#|$)' "$here/packages/$1.list"; }
 

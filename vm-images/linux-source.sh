@@ -4,7 +4,7 @@
 # The kernel that is built here, and that guest-kernel/patches apply to.
 linux_series=7.2
 
-# linux_source DIRECTORY: Debian's source of that kernel, unpacked there.
+# linux_source DIRECTORY: Debian's source of that kernel, unpacked there, with our patches.
 linux_source() {
     local apt=$1.apt package=linux-source-$linux_series
     logged "read package lists" private_apt "$apt"
@@ -14,4 +14,26 @@ linux_source() {
     mkdir "$1"
     logged "unpack $package" tar -xf "$apt/usr/src/$package.tar.xz" -C "$1" --strip-components=1
     rm -rf "$apt"
+    # shellcheck disable=SC2154  # lib.sh has it
+    logged "apply ${#guest_patches[@]} patches" apply_patches "$1"
+}
+
+apply_patches() {
+    local patch
+    for patch in "${guest_patches[@]}"; do
+        # Debian's source is a newer stable release than what the patches were made on: offsets are fine, fuzz is not.
+        patch -d "$1" -p1 --fuzz=0 --batch <"$patch"
+    done
+}
+
+# configure_linux SOURCE CONFIGURATION...: on top of allnoconfig; the last line for an option counts.
+configure_linux() {
+    local source=$1 option line
+    shift
+    cat "$@" >"$source/thruway.config"
+    (cd "$source" && logged "configure the kernel" make KCONFIG_ALLCONFIG=thruway.config allnoconfig)
+    while read -r option; do
+        line=$(grep "^$option=" "$source/thruway.config" | tail -n 1)
+        grep -qxF "$line" "$source/.config" || die "the kernel's configuration did not take $line"
+    done < <(grep -o '^CONFIG_[A-Z0-9_]*' "$source/thruway.config" | sort -u)
 }
