@@ -15,7 +15,7 @@ use thruway::frontend::{Frontend, Options, Window as Region};
 use thruway::fs::{Config, PassthroughFs, proc_self_fd};
 use thruway::fuse::Server;
 use thruway::fuse::abi::*;
-use thruway::window::proxy::{Kind, Opened};
+use thruway::window::proxy::{Event, Kind, Opened};
 use thruway::window::{RANGE, StandIns, Window};
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -34,7 +34,11 @@ impl StandIns for Themselves {
         Ok(())
     }
 
-    fn next_revocation(&self) -> Option<u64> {
+    fn watch(&self, _id: u64) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn next_event(&self) -> Option<Event> {
         loop {
             std::thread::park();
         }

@@ -28,7 +28,7 @@ use thruway::fs::{Config, PassthroughFs, proc_self_fd};
 use thruway::fuse::Server;
 use thruway::fuse::abi::*;
 use thruway::sandbox::{self, Sandbox, seccomp};
-use thruway::window::proxy::{self, Guard, GuardMode, Kind, Proxy};
+use thruway::window::proxy::{self, Event, Guard, GuardMode, Kind, Proxy};
 use virtio_queue::desc::split::Descriptor;
 use vm_memory::mmap::MmapRegion;
 use vm_memory::{Bytes, FileOffset, VolatileMemory};
@@ -48,6 +48,7 @@ const TESTS: &[(&str, fn())] = &[
     ("bad_calls_get_an_errno", bad_calls_get_an_errno),
     ("truncations_wait_for_the_mapping", truncations_wait_for_the_mapping),
     ("other_calls_do_not_wait", other_calls_do_not_wait),
+    ("changes_of_watched_files_are_told", changes_of_watched_files_are_told),
     ("the_daemons_truncations_do_not_wait", the_daemons_truncations_do_not_wait),
     ("two_ids_of_one_file_are_both_revoked", two_ids_of_one_file_are_both_revoked),
     ("a_truncation_waits_two_seconds_at_most", a_truncation_waits_two_seconds_at_most),
@@ -421,7 +422,7 @@ fn truncations_wait_for_the_mapping() {
         assert!(opened.guarded);
         let mapping = Mapping::new(opened.fd, 0);
         let mut host = window.host(what);
-        assert_eq!(window.proxy.next_revocation(), Some(ID), "{what}");
+        assert_eq!(window.proxy.next_event(), Some(Event::Revoke(ID)), "{what}");
         sleep(SOON / 4);
         assert!(host.try_wait().unwrap().is_none(), "{what} is held");
         assert_eq!((mapping.read(0), file.metadata().unwrap().len()), (b'r', SIZE as u64), "{what}");
@@ -440,7 +441,7 @@ fn other_calls_do_not_wait() {
     let revoked = Arc::new(AtomicUsize::new(0));
     let (counter, proxy) = (Arc::clone(&revoked), Arc::clone(&window.proxy));
     spawn(move || {
-        while proxy.next_revocation().is_some() {
+        while proxy.next_event().is_some() {
             counter.fetch_add(1, Ordering::Relaxed);
         }
     });
@@ -467,6 +468,20 @@ fn the_daemons_truncations_do_not_wait() {
     assert!(start.elapsed() < SOON);
 }
 
+fn changes_of_watched_files_are_told() {
+    let window = Window::guarded();
+    let file = window.file();
+    let mapping = window.map(Kind::Through, &file);
+    assert_eq!(window.proxy.watch(ID + 1).unwrap_err().raw_os_error(), Some(libc::ENOENT));
+    // Not before it is watched.
+    finish(window.host("write"));
+    window.proxy.watch(ID).unwrap();
+    window.proxy.watch(ID).unwrap();
+    finish(window.host("append"));
+    assert_eq!(window.proxy.next_event(), Some(Event::Changed(ID)));
+    drop(mapping);
+}
+
 fn two_ids_of_one_file_are_both_revoked() {
     let window = Window::guarded();
     let file = window.file();
@@ -476,9 +491,9 @@ fn two_ids_of_one_file_are_both_revoked() {
     drop(mapping);
     let mapping = window.map(Kind::Through, &file);
     let mut host = window.host("truncate");
-    let mut revoked = [window.proxy.next_revocation(), window.proxy.next_revocation()];
-    revoked.sort_unstable();
-    assert_eq!(revoked, [Some(ID), Some(ID + 1)]);
+    let mut revoked = [window.proxy.next_event(), window.proxy.next_event()];
+    revoked.sort_unstable_by_key(|event| *event == Some(Event::Revoke(ID + 1)));
+    assert_eq!(revoked, [ID, ID + 1].map(|id| Some(Event::Revoke(id))));
     drop(mapping);
     sleep(SOON / 4);
     assert!(host.try_wait().unwrap().is_none());
@@ -507,7 +522,7 @@ fn nothing_hangs_under_load() {
     let mapped = Arc::new(std::sync::Mutex::new(None));
     let (theirs, proxy) = (Arc::clone(&mapped), Arc::clone(&window.proxy));
     spawn(move || {
-        while proxy.next_revocation().is_some() {
+        while proxy.next_event().is_some() {
             *theirs.lock().unwrap() = None;
         }
     });
@@ -608,7 +623,7 @@ fn daemon(share: &Path) {
     // A truncation by the daemon, whose process id is another one outside.
     read_write(Path::new("/file")).set_len(4000).unwrap();
     println!("{}", if opened.guarded { pid.to_string() } else { proxy.guard().to_string() });
-    while proxy.next_revocation().is_some() {}
+    while proxy.next_event().is_some() {}
     sleep(100 * SOON);
     drop(mapping);
 }

@@ -1,6 +1,8 @@
 //! Tells whoever connects to the socket of `--metrics-path` what the daemon has done, in Prometheus' text format.
 
+use std::fs::File;
 use std::io::{self, Read, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
 use std::thread;
@@ -29,7 +31,9 @@ pub fn start(listener: UnixListener, counters: Arc<Counters>, window: Option<Arc
     thread::Builder::new().name("thruway-metrics".into()).spawn(serve).map(drop)
 }
 
-fn answer(mut client: UnixStream, text: &str) -> io::Result<()> {
+fn answer(client: UnixStream, text: &str) -> io::Result<()> {
+    // A stream of its own kind would be written by sendto(2), which the sandbox does not allow.
+    let mut client = File::from(OwnedFd::from(client));
     // What has not been read when it is closed would be an error for the client.
     if poll(&mut [PollFd::new(&client, PollFlags::IN)], Some(&PATIENCE))? > 0 {
         let _ = client.read(&mut [0; 4096])?;

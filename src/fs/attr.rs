@@ -1,6 +1,7 @@
 //! GETATTR, SETATTR, STATX, STATFS, ACCESS.
 
 use std::os::fd::BorrowedFd;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use rustix::fs::{
     AtFlags, CWD, Gid, Mode, Statx, StatxFlags, Timespec, Timestamps, UTIME_NOW, UTIME_OMIT, Uid, chmodat, chownat,
@@ -83,10 +84,17 @@ impl PassthroughFs {
                 // One of the special values would not be the time that it stands for.
                 _ => Timespec { tv_sec: sec as i64, tv_nsec: i64::from(nsec.min(999_999_999)) },
             };
-            let times = Timestamps {
+            let mut times = Timestamps {
                 last_access: time(SetattrValid::ATIME, SetattrValid::ATIME_NOW, a.atime, a.atimensec),
                 last_modification: time(SetattrValid::MTIME, SetattrValid::MTIME_NOW, a.mtime, a.mtimensec),
             };
+            // Of a write in place, and no process's own: somebody else may have written later.
+            if valid.contains(SetattrValid::CTIME)
+                && self.passing().is_some()
+                && is_written_later(&stat(fd, c"")?, &times.last_modification)
+            {
+                times.last_modification = Timespec { tv_sec: 0, tv_nsec: UTIME_OMIT };
+            }
             utimensat(fd, c"", &times, AtFlags::EMPTY_PATH)?;
         }
         Ok(())
@@ -98,7 +106,7 @@ impl Attrs for PassthroughFs {
         let inode = self.inodes.get(node)?;
         self.with_either(&inode, fh, |fd| {
             let st = stat(fd, c"")?;
-            self.saw(node, &st, fd);
+            self.saw(&inode, &st);
             Ok(self.attr_out(&inode, &st))
         })
     }
@@ -120,7 +128,7 @@ impl Attrs for PassthroughFs {
         let inode = self.inodes.get(node)?;
         let st = self.with_either(&inode, fh, |fd| {
             let st = statx(fd, c"", flags, mask | StatxFlags::BASIC_STATS)?;
-            self.saw(node, &st, fd);
+            self.saw(&inode, &st);
             Ok(st)
         })?;
         inode.tell_size(st.stx_size);
@@ -211,6 +219,13 @@ fn encode_rdev(major: u32, minor: u32) -> u32 {
 /// The device number of [`encode_rdev`]'s 32 bits.
 pub(super) fn decode_rdev(rdev: u32) -> u64 {
     makedev(rdev >> 8 & 0xfff, rdev & 0xff | rdev >> 12 & 0xfff00)
+}
+
+/// Whether the file was written after `time`. A modification time of the future was set by somebody, not by a write.
+fn is_written_later(st: &Statx, time: &Timespec) -> bool {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let mtime = (st.stx_mtime.tv_sec, i64::from(st.stx_mtime.tv_nsec));
+    mtime > (time.tv_sec, time.tv_nsec) && mtime <= (now.as_secs() as i64, now.subsec_nanos().into())
 }
 
 #[cfg(test)]

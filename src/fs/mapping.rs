@@ -64,9 +64,10 @@ impl PassthroughFs {
     }
 
     /// Compares a file's size with what a guest with passthrough knows.
-    pub(super) fn saw(&self, node: u64, st: &Statx, fd: BorrowedFd) {
+    pub(super) fn saw(&self, inode: &Inode, st: &Statx) {
         if let Some(pass) = self.passing() {
-            pass.saw(node, st.stx_size, || Ok(stat(fd, c"")?.stx_size));
+            let look = || inode.with_fd(&self.places, |fd| Ok(stat(fd, c"")?.stx_size));
+            pass.saw(inode.id, st.stx_size, look);
         }
     }
 
@@ -103,6 +104,10 @@ impl PassthroughFs {
 }
 
 impl Mappings for PassthroughFs {
+    fn shrinks_wait(&self) -> bool {
+        self.window.as_ref().is_some_and(|window| window.has_mappings())
+    }
+
     fn setupmapping(&self, node: u64, args: &SetupmappingIn) -> Result<Handover> {
         let window = self.window()?;
         let inode = self.inodes.get(node)?;

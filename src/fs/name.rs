@@ -61,6 +61,7 @@ impl PassthroughFs {
 
     pub(super) fn entry(&self, parent: &Inode, inode: &Inode, st: &Statx) -> EntryOut {
         inode.tell_size(st.stx_size);
+        self.saw(inode, st);
         let mut attr = self.attr(st);
         let directory = inode.format() == libc::S_IFDIR;
         if directory && inode.key.mount != parent.key.mount && self.has(InitFlags::SUBMOUNTS) {

@@ -34,7 +34,7 @@ const MAX_BACKGROUND: u16 = 1024;
 
 /// A FUSE session over one device. Shared by all queue workers.
 pub struct Server<F> {
-    fs: F,
+    fs: Arc<F>,
     /// What INIT settled ([`InitFlags`]), or `CLOSED`.
     session: Arc<AtomicU64>,
     counters: Arc<Counters>,
@@ -75,14 +75,15 @@ pub enum Outcome {
 enum Done {
     Reply,
     Silent,
-    Wait(LockWait),
+    /// It makes the reply's body, on a thread of its own.
+    Wait(Box<dyn FnOnce() -> Result<Vec<u8>> + Send>),
     /// The reply's body comes from another thread.
     Hand(Handover<Vec<u8>>),
 }
 
-impl<F: FileSystem> Server<F> {
+impl<F: FileSystem + Send + Sync + 'static> Server<F> {
     pub fn new(fs: F) -> Self {
-        Self { fs, session: Arc::new(AtomicU64::new(CLOSED)), counters: Arc::default() }
+        Self { fs: Arc::new(fs), session: Arc::new(AtomicU64::new(CLOSED)), counters: Arc::default() }
     }
 
     /// What it has been asked for.
@@ -103,9 +104,7 @@ impl<F: FileSystem> Server<F> {
         match self.dispatch(request, &mut reply) {
             Ok(Done::Reply) => reply.finish(unique),
             Ok(Done::Silent) => Outcome::Silent,
-            Ok(Done::Wait(wait)) => {
-                Outcome::Deferred(Box::new(move || header(unique, wait().err()).as_bytes().to_vec()))
-            }
+            Ok(Done::Wait(wait)) => Outcome::Deferred(Box::new(move || late_reply(unique, wait()))),
             Ok(Done::Hand(hand)) => {
                 Outcome::Handed(Box::new(move |take| hand(Box::new(move |result| take(late_reply(unique, result))))))
             }
@@ -117,6 +116,15 @@ impl<F: FileSystem> Server<F> {
     pub fn reset(&self) {
         self.session.store(CLOSED, Ordering::Release);
         self.fs.destroy();
+    }
+
+    /// Has a request served on a thread of its own.
+    fn wait(&self, serve: impl FnOnce(&F) -> Result<Vec<u8>> + Send + 'static) -> Done {
+        let fs = self.fs.clone();
+        Done::Wait(Box::new(move || {
+            fs.enter_thread();
+            serve(&fs)
+        }))
     }
 
     fn has(&self, flag: InitFlags) -> bool {
@@ -203,10 +211,16 @@ impl<F: FileSystem> Server<F> {
                 let size = fs.write(node, &args, &from)? as u32;
                 reply.put(&WriteOut { size, padding: 0 })?
             }
-            Opcode::Open => match fs.open(node, &request.take()?)? {
-                Served::Now(open) => reply.put(&open)?,
-                Served::Later(hand) => return Ok(later(hand, |open| open.as_bytes().to_vec())),
-            },
+            Opcode::Open => {
+                let args: OpenIn = request.take()?;
+                if args.flags & libc::O_TRUNC as u32 != 0 && fs.shrinks_wait() {
+                    return Ok(self.wait(move |fs| Ok(fs.open(node, &args)?.wait()?.as_bytes().to_vec())));
+                }
+                match fs.open(node, &args)? {
+                    Served::Now(open) => reply.put(&open)?,
+                    Served::Later(hand) => return Ok(later(hand, |open| open.as_bytes().to_vec())),
+                }
+            }
             Opcode::Flush => {
                 let args: FlushIn = request.take()?;
                 fs.flush(node, args.fh, args.lock_owner)?
@@ -214,7 +228,13 @@ impl<F: FileSystem> Server<F> {
             Opcode::Release => fs.release(node, &request.take()?)?,
             Opcode::Forget => return self.forget(request),
             Opcode::BatchForget => return self.batch_forget(request),
-            Opcode::Setattr => reply.put(&fs.setattr(node, &request.take()?)?)?,
+            Opcode::Setattr => {
+                let args: SetattrIn = request.take()?;
+                if args.valid & SetattrValid::SIZE.bits() != 0 && fs.shrinks_wait() {
+                    return Ok(self.wait(move |fs| Ok(fs.setattr(node, &args)?.as_bytes().to_vec())));
+                }
+                reply.put(&fs.setattr(node, &args)?)?
+            }
             Opcode::Statx => {
                 let args: StatxIn = request.take()?;
                 let fh = (args.getattr_flags & GETATTR_FH != 0).then_some(args.fh);
@@ -277,7 +297,13 @@ impl<F: FileSystem> Server<F> {
                 let args: FsyncIn = request.take()?;
                 fs.fsync(node, args.fh, args.fsync_flags & FSYNC_FDATASYNC != 0)?
             }
-            Opcode::Fallocate => fs.fallocate(node, &request.take()?)?,
+            Opcode::Fallocate => {
+                let args = request.take()?;
+                if fs.shrinks_wait() {
+                    return Ok(self.wait(move |fs| fs.fallocate(node, &args).map(|()| Vec::new())));
+                }
+                fs.fallocate(node, &args)?
+            }
             Opcode::Lseek => {
                 let args: LseekIn = request.take()?;
                 reply.put(&LseekOut { offset: fs.lseek(node, args.fh, args.offset, args.whence)? })?
@@ -329,7 +355,7 @@ impl<F: FileSystem> Server<F> {
             Opcode::Setlk | Opcode::Setlkw => {
                 let wait = opcode == Opcode::Setlkw;
                 if let ControlFlow::Break(wait) = fs.setlk(node, request.header.unique, &request.take()?, wait)? {
-                    return Ok(Done::Wait(wait));
+                    return Ok(Done::Wait(Box::new(|| wait().map(|()| Vec::new()))));
                 }
             }
             Opcode::Interrupt => {

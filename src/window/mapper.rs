@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
-use super::proxy::Kind;
+use super::proxy::{Event, Kind};
 use super::slots::Slots;
 use super::{Copy, DAX, RANGE, Shared, Source, StandIns, sys};
 use crate::fuse::ops::{Answer, Result};
@@ -41,10 +41,8 @@ pub enum Job {
     },
     /// The session is over.
     Reset,
-    /// A host process is about to truncate this file.
-    Revoke {
-        id: u64,
-    },
+    /// Others do something to a file.
+    Event(Event),
     /// A guest with passthrough begins a session.
     Start {
         session: u64,
@@ -180,7 +178,7 @@ impl Mapper {
                 answer(Ok(()));
             }
             Job::Reset => self.reset(),
-            Job::Revoke { id } => self.revoke(id),
+            Job::Event(Event::Revoke(id)) => self.revoke(id),
             job => {
                 if let Some(slots) = &mut self.slots {
                     slots.serve(job);

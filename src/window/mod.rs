@@ -32,7 +32,7 @@ use rustix::io::Errno;
 use crate::fuse::ops::{Handover, Result};
 use mapper::{Job, Mapper, errno};
 pub use passthrough::{MIN_SIZE, Passthrough, Settings, Writable};
-use proxy::{Kind, Opened, Proxy};
+use proxy::{Event, Kind, Opened, Proxy};
 use slots::Slots;
 
 /// log2 of [`RANGE`], as FUSE_INIT's map_alignment has it.
@@ -90,7 +90,8 @@ pub struct Facts {
 pub trait StandIns: Send + Sync {
     fn open(&self, id: u64, kind: Kind, real: BorrowedFd) -> io::Result<Opened>;
     fn invalidate(&self, id: u64) -> io::Result<()>;
-    fn next_revocation(&self) -> Option<u64>;
+    fn watch(&self, id: u64) -> io::Result<()>;
+    fn next_event(&self) -> Option<Event>;
 }
 
 impl StandIns for Proxy {
@@ -102,8 +103,12 @@ impl StandIns for Proxy {
         Proxy::invalidate(self, id)
     }
 
-    fn next_revocation(&self) -> Option<u64> {
-        Proxy::next_revocation(self)
+    fn watch(&self, id: u64) -> io::Result<()> {
+        Proxy::watch(self, id)
+    }
+
+    fn next_event(&self) -> Option<Event> {
+        Proxy::next_event(self)
     }
 }
 
@@ -199,10 +204,10 @@ impl Window {
         let slots = passthrough.clone().map(|passthrough| Slots::new(passthrough, shared.clone(), files.clone()));
         let mapper = Mapper::new((size / RANGE) as usize, shared.clone(), files.clone(), slots);
         thread::Builder::new().name("thruway-mapper".into()).spawn(move || mapper.run(queue))?;
-        let (revoke, revoked) = (jobs.clone(), files.clone());
-        thread::Builder::new().name("thruway-revoke".into()).spawn(move || {
-            while let Some(id) = revoked.next_revocation() {
-                let _ = revoke.send(Job::Revoke { id });
+        let (tell, events) = (jobs.clone(), files.clone());
+        thread::Builder::new().name("thruway-events".into()).spawn(move || {
+            while let Some(event) = events.next_event() {
+                let _ = tell.send(Job::Event(event));
             }
             tracing::error!("the window process ended: no file is mapped any more, restart the daemon");
         })?;
@@ -256,6 +261,11 @@ impl Window {
     pub fn reset(&self) {
         self.passthrough.iter().for_each(|passthrough| passthrough.reset());
         let _ = self.jobs.send(Job::Reset);
+    }
+
+    /// Whether anything of a file is mapped.
+    pub fn has_mappings(&self) -> bool {
+        [DAX, WHOLE_FILES].iter().any(|region| self.shared.live(*region).load(Ordering::Relaxed) > 0)
     }
 
     /// Live mappings of the DAX window.

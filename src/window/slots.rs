@@ -11,7 +11,7 @@ use rustix::io::Errno;
 
 use super::mapper::{Job, errno};
 use super::passthrough::{Passthrough, Writable, settle};
-use super::proxy::Kind;
+use super::proxy::{Event, Kind};
 use super::room::Room;
 use super::table::{REVOKED, VALID, WRITABLE};
 use super::{Copy, RANGE, Shared, Source, StandIns, TABLE, WHOLE_FILES, table};
@@ -107,6 +107,7 @@ impl Slots {
             Job::Start { session, answer } => answer(self.start(session)),
             Job::Open { session, node, index, source } => self.open(session, node, index, source),
             Job::Drop { index } => self.drop_slot(index),
+            Job::Event(Event::Changed(id)) => self.changed(id),
             Job::Downgrade { index } => self.pend(index, Why::Downgrade),
             Job::Remap { index } => self.lengthen(index),
             Job::Ask { node, from, len, writable, answer } => answer(self.ask(node, from, len, writable)),
@@ -143,7 +144,7 @@ impl Slots {
         let start = Instant::now();
         self.known.insert(index, Slot { session, node, source, held: None, late: None, not_before: None });
         let mapped = self.fill(index);
-        tracing::trace!(node, us = start.elapsed().as_micros(), ?mapped, "passthrough");
+        tracing::debug!(node, us = start.elapsed().as_micros(), ?mapped, "passthrough");
         if !self.pass.decide(session, node, index, mapped.is_ok()) {
             self.drop_slot(index);
         }
@@ -156,6 +157,8 @@ impl Slots {
         let real = source.open(true)?;
         let id = self.shared.next_id();
         let opened = self.files.open(id, Kind::Through, real.as_fd()).map_err(|e| errno(&e))?;
+        // Else it is seen when the guest looks.
+        let _ = self.files.watch(id);
         // Where the guard is not, the host could not execute it.
         if !opened.guarded && source.facts()?.executable {
             return Err(Errno::TXTBSY);
@@ -254,10 +257,25 @@ impl Slots {
         self.room.free(late.at);
     }
 
+    /// The slot that has this stand-in.
+    fn with_stand_in(&self, id: u64) -> Option<(u32, &Slot, &Held)> {
+        self.known
+            .iter()
+            .find_map(|(&index, slot)| Some((index, slot, slot.held.as_ref().filter(|held| held.id == id)?)))
+    }
+
+    /// Somebody else has written to the file of this stand-in, or given it another size.
+    fn changed(&mut self, id: u64) {
+        let Some((_, slot, held)) = self.with_stand_in(id) else { return };
+        let size = || Ok(fstat(&held.real)?.st_size as u64);
+        if let Ok(found) = size() {
+            self.pass.saw(slot.node, found, size);
+        }
+    }
+
     /// A host process is about to truncate the file of this stand-in.
     pub fn revoke(&mut self, id: u64) {
-        let of = |slot: &Slot| slot.held.as_ref().is_some_and(|held| held.id == id);
-        let Some((&index, slot)) = self.known.iter().find(|(_, slot)| of(slot)) else { return };
+        let Some((index, slot, _)) = self.with_stand_in(id) else { return };
         let node = slot.node;
         if self.pass.nodes.lock().forget(node, index) {
             return self.drop_slot(index);

@@ -73,7 +73,11 @@ impl StandIns for Made {
         Ok(())
     }
 
-    fn next_revocation(&self) -> Option<u64> {
+    fn watch(&self, _id: u64) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn next_event(&self) -> Option<Event> {
         loop {
             thread::park();
         }
@@ -215,7 +219,7 @@ fn a_revoked_file_keeps_its_mappings_but_not_its_pages() {
     rig.map(0, 3, 0, true, 7, FakeSource::default()).unwrap();
     rig.map(5, 1, 0, true, 8, FakeSource::default()).unwrap();
     let id = rig.taken.mapped.lock().iter().find(|m| m.0 == 0).unwrap().1;
-    rig.window.jobs.send(Job::Revoke { id }).unwrap();
+    rig.window.jobs.send(Job::Event(Event::Revoke(id))).unwrap();
     rig.unmap(&[]).unwrap();
     let mapped = rig.taken.mapped.lock().clone();
     assert_eq!((rig.window.live(), mapped.len()), (4, 4));

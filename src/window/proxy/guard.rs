@@ -26,7 +26,7 @@ use zerocopy::IntoBytes;
 
 use super::nodes::FileId;
 use super::process::Shared;
-use super::{Notice, OVERDUE, REVOKE, fuse, send};
+use super::{CHANGED, Notice, OVERDUE, REVOKE, fuse, send};
 use crate::window::sys::{self, Event};
 
 /// The caller is about to use or change contents (include/uapi/linux/fanotify.h, Linux 6.14).
@@ -393,7 +393,11 @@ impl Watch {
     }
 }
 
-/// Makes the kernel forget the pages of Cached nodes whose files others have changed.
+/// How long changes are gathered before they are told: a host process that writes all the time costs little then, and a
+/// guest still sees what it did at once.
+const GATHERED: Duration = Duration::from_millis(1);
+
+/// Makes the kernel forget the pages of Cached nodes whose files others have changed, and tells the daemon of watched ones.
 pub fn watch(shared: &Shared, watch: &Watch) {
     let mut buffer = [0; BUFFER];
     loop {
@@ -402,6 +406,10 @@ pub fn watch(shared: &Shared, watch: &Watch) {
         // Without a file it is the overflow of the queue: anything may have changed.
         let changed = events.iter().filter(|e| !ours.contains(&e.pid));
         let files: HashSet<Option<FileId>> = changed.map(|e| FileId::of(e.file.as_ref()?).ok()).collect();
+        for id in files.iter().flat_map(|file| shared.nodes.watched(*file)) {
+            // Where the daemon does not keep up, it looks when the guest does.
+            let _ = notify(shared, Notice { what: CHANGED, first: id, second: 0 });
+        }
         let nodes: HashSet<u64> = files.into_iter().flat_map(|file| shared.nodes.cached(file)).collect();
         for nodeid in nodes {
             // A dirty page is old but for what the guest stored in it since it was written back last, moments ago: that
@@ -410,6 +418,7 @@ pub fn watch(shared: &Shared, watch: &Watch) {
             let _ = fuse::invalidate(&shared.fuse, nodeid);
             shared.nodes.with(nodeid, |node| node.outdated = false);
         }
+        thread::sleep(GATHERED);
     }
 }
 

@@ -69,6 +69,15 @@ impl fmt::Display for Guard {
 #[error("{0}")]
 pub struct Error(String);
 
+/// What others do to a file, by the caller's number for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// A truncation waits until the Through file is gone: all its mappings, and then all its descriptors, here and in QEMU.
+    Revoke(u64),
+    /// It was written to, or given another size.
+    Changed(u64),
+}
+
 /// An open proxy file.
 #[derive(Debug)]
 pub struct Opened {
@@ -97,6 +106,7 @@ struct Call {
 const OPEN_THROUGH: u64 = 1;
 const OPEN_CACHED: u64 = 2;
 const INVALIDATE: u64 = 3;
+const WATCH: u64 = 4;
 
 /// The answer; errno 0 is success.
 #[repr(C)]
@@ -118,6 +128,7 @@ struct Notice {
 }
 
 const REVOKE: u64 = 1;
+const CHANGED: u64 = 3;
 /// A truncation was let go on although the file may still be mapped.
 const OVERDUE: u64 = 2;
 
@@ -140,7 +151,7 @@ impl Proxy {
     /// last descriptor of the proxy file is closed, here and in QEMU.
     ///
     /// # Errors
-    /// EBUSY while the file is to be dropped after [`Proxy::next_revocation`], and until the truncation that waited for
+    /// EBUSY while the file is to be dropped after [`Event::Revoke`], and until the truncation that waited for
     /// that is over (2 seconds at most); EACCES if `real` must be O_RDWR and is not; ESTALE if `id` is in use for another
     /// inode.
     pub fn open(&self, id: u64, kind: Kind, real: BorrowedFd) -> io::Result<Opened> {
@@ -156,10 +167,17 @@ impl Proxy {
         self.call(Call { what: INVALIDATE, id }, None).map(drop)
     }
 
-    /// Waits until the guard wants a Through file gone: all its mappings, and then all its descriptors, here and in QEMU.
-    /// `None` once the window process has ended. The id may be one that [`Proxy::open`] has not returned yet, or one that
-    /// is closed already.
-    pub fn next_revocation(&self) -> Option<u64> {
+    /// Has [`Event::Changed`] told of the Through file of `id` as long as it is open.
+    ///
+    /// # Errors
+    /// ENOENT if it is not, ENOSYS without a guard.
+    pub fn watch(&self, id: u64) -> io::Result<()> {
+        self.call(Call { what: WATCH, id }, None).map(drop)
+    }
+
+    /// Waits for what others do to files. `None` once the window process has ended. The id may be one that [`Proxy::open`]
+    /// has not returned yet, or one that is closed already.
+    pub fn next_event(&self) -> Option<Event> {
         let mut notice = [0; size_of::<Notice>()];
         loop {
             match recv(&self.notices, &mut notice, RecvFlags::empty()) {
@@ -168,8 +186,10 @@ impl Proxy {
                 _ => return None,
             }
             let notice: Notice = zerocopy::transmute!(notice);
-            if notice.what == REVOKE {
-                return Some(notice.first);
+            match notice.what {
+                REVOKE => return Some(Event::Revoke(notice.first)),
+                CHANGED => return Some(Event::Changed(notice.first)),
+                _ => {}
             }
             let (dev, ino) = (notice.first, notice.second);
             let (major, minor) = (rustix::fs::major(dev), rustix::fs::minor(dev));

@@ -34,6 +34,8 @@ pub struct Node {
     /// The number of the backing file, of a Through one.
     pub backing: Option<i32>,
     pub marked: bool,
+    /// The daemon is told when others change the file.
+    pub watched: bool,
     /// What its pages have is out of date: writes are let go.
     pub outdated: bool,
     /// The daemon was asked to drop it.
@@ -73,7 +75,8 @@ impl Nodes {
 
     /// Enters a node as open once.
     pub fn insert(&self, nodeid: u64, file: FileId, real: Arc<OwnedFd>, backing: Option<i32>) {
-        let node = Node { real, file, backing, marked: false, outdated: false, revoked: false, opens: 1 };
+        let node =
+            Node { real, file, backing, marked: false, watched: false, outdated: false, revoked: false, opens: 1 };
         self.0.lock().insert(nodeid, node);
     }
 
@@ -116,6 +119,13 @@ impl Nodes {
             node.revoked = node.revoked || ask(nodeid / 2);
         }
         any
+    }
+
+    /// The ids of nodes of `file`, or of all files, whose changes the daemon is told of.
+    pub fn watched(&self, file: Option<FileId>) -> Vec<u64> {
+        let table = self.0.lock();
+        let wanted = |node: &Node| node.watched && file.is_none_or(|file| node.file == file);
+        table.iter().filter(|(_, node)| wanted(node)).map(|(id, _)| id / 2).collect()
     }
 
     /// The Cached nodes of `file`; of all files if none is given.

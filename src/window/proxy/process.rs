@@ -21,9 +21,10 @@ use zerocopy::IntoBytes;
 
 use super::fuse::{self, Fuse};
 use super::guard::{self, Guard, Watch};
-use super::nodes::{FileId, Nodes};
+use super::nodes::{FileId, Node, Nodes};
 use super::{
-    Answer, Call, Error, GuardMode, INVALIDATE, Kind, OPEN_CACHED, OPEN_THROUGH, Proxy, READY, pair, receive, send,
+    Answer, Call, Error, GuardMode, INVALIDATE, Kind, OPEN_CACHED, OPEN_THROUGH, Proxy, READY, WATCH, pair, receive,
+    send,
 };
 use crate::sandbox::seccomp::{self, Condition};
 use crate::sandbox::sys::{Forked, fork, unshare};
@@ -40,7 +41,7 @@ const ALLOWED: &[&[c_long]] = &[
     // Memory and threads.
     &[SYS_munmap, SYS_mremap, SYS_madvise, SYS_brk, SYS_futex, SYS_sched_yield, SYS_sched_getaffinity, SYS_rseq],
     &[SYS_set_robust_list, SYS_sigaltstack, SYS_rt_sigprocmask, SYS_rt_sigaction, SYS_rt_sigreturn, SYS_gettid],
-    &[SYS_getpid, SYS_exit, SYS_exit_group, SYS_restart_syscall, SYS_clock_gettime, SYS_getrandom],
+    &[SYS_getpid, SYS_exit, SYS_exit_group, SYS_restart_syscall, SYS_clock_gettime, SYS_clock_nanosleep, SYS_getrandom],
     #[cfg(target_arch = "x86_64")]
     &[SYS_poll],
 ];
@@ -250,6 +251,7 @@ impl Shared {
         let result = match (call.what, real) {
             (OPEN_THROUGH, Some(real)) => self.open(call.id, Kind::Through, real),
             (OPEN_CACHED, Some(real)) => self.open(call.id, Kind::Cached, real),
+            (WATCH, None) => self.watch(call.id).map(|()| (Answer::default(), None)),
             (INVALIDATE, None) => self.invalidate(call.id).map(|()| (Answer::default(), None)),
             _ => Err(Errno::INVAL),
         };
@@ -258,6 +260,17 @@ impl Shared {
 
     fn invalidate(&self, id: u64) -> Result<(), Errno> {
         fuse::invalidate(&self.fuse, Nodes::nodeid(id, Kind::Cached)?)
+    }
+
+    fn watch(&self, id: u64) -> Result<(), Errno> {
+        let nodeid = Nodes::nodeid(id, Kind::Through)?;
+        let of = |node: &mut Node| (node.watched, node.file, node.real.clone());
+        let (watched, file, real) = self.nodes.with(nodeid, of).ok_or(Errno::NOENT)?;
+        if !watched {
+            self.watch.as_ref().ok_or(Errno::NOSYS)?.marks.add(file, real).map_err(errno)?;
+            self.nodes.with(nodeid, |node| node.watched = true);
+        }
+        Ok(())
     }
 
     fn open(&self, id: u64, kind: Kind, real: OwnedFd) -> Result<(Answer, Option<OwnedFd>), Errno> {
@@ -309,6 +322,9 @@ impl Shared {
         let Some(node) = self.nodes.released(nodeid) else { return };
         if node.marked {
             self.marks(nodeid).inspect(|marks| marks.remove(node.file, &node.real));
+        }
+        if node.watched {
+            self.watch.iter().for_each(|watch| watch.marks.remove(node.file, &node.real));
         }
         if let Some(id) = node.backing {
             let _ = sys::backing_close(self.fuse.as_fd(), id);
