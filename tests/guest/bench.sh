@@ -1,8 +1,20 @@
 #!/bin/bash
-# bench.sh SECONDS JOB...: measures on the file that the host made. A JOB is a name, fio or first-touch, and arguments.
+# bench.sh PLACE MIB SECONDS JOB...: measures on the file that the host made in the share, or on one of MIB made here, on a tmpfs or on
+# ext4 on a RAM disk. A JOB is a name, fio or first-touch, and arguments.
+place=$1 mib=$2 seconds=$3
+shift 3
 file=/mnt/b/data
-seconds=$1
-shift
+if [[ $place != share ]]; then
+    file=/tmp/native/data
+    mkdir -p /tmp/native
+    if [[ $place == tmpfs ]]; then
+        mount -t tmpfs -o size=100% tmpfs /tmp/native
+    else
+        # Its size is the kernel's, by brd.rd_size.
+        mkfs.ext4 -q /dev/ram0 && mount /dev/ram0 /tmp/native || exit 1
+    fi
+    head -c "${mib}M" /dev/zero | tr '\0' Z >$file || exit 1
+fi
 echo "version guest Linux $(uname -r)"
 echo "version fio $(fio --version)"
 for job; do

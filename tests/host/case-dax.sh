@@ -2,39 +2,45 @@
 # The DAX window: files that a guest maps, in QEMU, with the shares s (which $work/share is) and meet.
 
 # 64 mappings: a window that every case but those under pressure fits in.
-dax_window=("--dax-window=128M,required")
-dax_log=debug dax_arguments=() dax_boot=()
+window_options=("--dax-window=128M,required")
+window_arguments=() window_boot=()
 
-# dax_daemon NAME DIRECTORY ARGUMENT...: one with a window, whose log has the mappings that a session leaves.
-dax_daemon() { start_daemon "$1" "$2" --log-level=$dax_log "${dax_window[@]}" "${@:3}"; }
+# window_daemon NAME DIRECTORY ARGUMENT...: one with a window, whose log has the mappings that a session leaves.
+window_daemon() {
+    start_daemon "$1" "$2" --log-level=debug --metrics-path "$work/sockets/$1.metrics" "${window_options[@]}" "${@:3}"
+}
 
 meet_daemon() { start_daemon "meet${1-}" "$work/meet" --cache=never; }
 
-# start_dax_guest NAME BOOT-ARGUMENT...: as a job, $guest_pid, its output in $work/NAME.out.
-start_dax_guest() {
-    "$boot" --kind qemu --dax --idle "$(pick 150 900)" --log-dir "$work/$1.logs" --pid-file "$work/$1.pid" --ro-dir "$guest_dir" "${@:2}" \
+# start_window_guest NAME BOOT-ARGUMENT...: as a job, $guest_pid, its output in $work/NAME.out. An hour without a word: 100,000
+# operations of fsx on a busy machine.
+start_window_guest() {
+    "$boot" --kind qemu --dax --idle "$(pick 150 3600)" --timeout "$(pick 600 10800)" --log-dir "$work/$1.logs" --pid-file "$work/$1.pid" --ro-dir "$guest_dir" "${@:2}" \
         >"$work/$1.out" 2>&1 &
     guest_pid=$!
 }
 
-# dax_logs_are_clean DIRECTORY: but for warnings that Linux 7.2's DAX gives of itself, when it forgets mapped inodes and when
+# window_logs_are_clean DIRECTORY: but for warnings that Linux 7.2's DAX gives of itself, when it forgets mapped inodes and when
 # copy_file_range(2) writes to a mapped file.
-dax_logs_are_clean() {
+window_logs_are_clean() {
     sed -i '/WARNING: .* at \(dax_disassociate_entry\|truncate_folio_batch_exceptionals\)/,/end trace/d' "$1/console.log"
     logs_are_clean "$1"
 }
 
-# finish_dax_guest NAME
-finish_dax_guest() {
+# finish_window_guest NAME
+finish_window_guest() {
     local status=0
     wait "$guest_pid" || status=$?
     cat "$work/$1.out"
     ((status == 0)) || fail "the guest '$1' ended with status $status"
-    dax_logs_are_clean "$work/$1.logs"
+    window_logs_are_clean "$work/$1.logs"
 }
 
-# What a guest may ask for: how often a daemon was asked (for an opcode), and how many stand-ins QEMU has mapped.
-requests() { grep -c "request opcode=Some(${2-}" "$work/daemons.logs/daemon-$1.log" || true; }
+# What a guest may ask for: how often a daemon was asked, for any opcode or these, and how many stand-ins QEMU has mapped.
+requests() {
+    curl --silent --show-error --unix-socket "$work/sockets/$1.metrics" http://daemon |
+        awk -F'[" ]' -v wanted="${*:2}" '/^thruway_requests/ && (!wanted || index(" " wanted " ", " " $2 " ")) { sum += $NF } END { print sum + 0 }'
+}
 # By their file system, which has no device: with the guest's memory, QEMU's other shared mappings have names.
 stand_ins() { grep -E ' [r-][w-]-s [^ ]+ 00:' "/proc/$(<"$work/$1.pid")/maps" | grep -vE 'memfd:|anon_inode:| /dev/' || true; }
 live_mappings() { stand_ins "$asking" | wc -l; }
@@ -61,18 +67,18 @@ answer() {
     mv "$1.answering" "$1.answer"
 }
 
-# dax_case NAME SCRIPT ARGUMENT...: in one guest, with what else boot needs in dax_boot and the daemon in dax_arguments.
-dax_case() {
+# window_case NAME SCRIPT ARGUMENT...: in one guest, with what else boot needs in window_boot and the daemon in window_arguments.
+window_case() {
     local name=$1 served
     make_share meet
     [[ -d $work/share ]] || make_share share
-    dax_daemon s "$work/share" "${dax_arguments[@]}"
+    window_daemon s "$work/share" "${window_arguments[@]}"
     served=$daemon_pid
     meet_daemon
-    start_dax_guest "$name" --no-mount --fs "s=$work/sockets/s" --fs "meet=$work/sockets/meet" "${dax_boot[@]}" \
+    start_window_guest "$name" --no-mount --fs "s=$work/sockets/s" --fs "meet=$work/sockets/meet" "${window_boot[@]}" \
         "$guest_dir/$2" "${@:3}"
     answer_guest "$name" "$guest_pid"
-    finish_dax_guest "$name"
+    finish_window_guest "$name"
     # 5 s: it has nothing left to do.
     wait_gone 5 "$served" || fail 'the daemon did not end with its guest'
     logs_are_clean "$work/daemons.logs"
@@ -80,43 +86,58 @@ dax_case() {
 
 case_dax_modes() {
     mkdir "$work/readonly"
-    dax_daemon readonly "$work/readonly" --readonly
-    dax_log=trace dax_arguments=(--dax-min-size=2M) dax_boot=(--fs "readonly=$work/sockets/readonly")
-    dax_case modes dax-modes.py
+    window_daemon readonly "$work/readonly" --readonly
+    window_arguments=(--dax-min-size=2M) window_boot=(--fs "readonly=$work/sockets/readonly")
+    window_case modes dax-modes.py
 }
 
-case_dax_contents() { dax_case contents dax-contents.py always "$(pick '' whole)"; }
+case_dax_contents() { window_case contents dax-contents.py always "$(pick '' whole)"; }
 
 # Files around the least size cross it as they grow and shrink.
 case_dax_contents_inode() {
-    dax_arguments=(--dax-min-size=4097)
-    dax_case contents dax-contents.py inode
+    window_arguments=(--dax-min-size=4097)
+    window_case contents dax-contents.py inode
+}
+
+# fsx_on_shares BOOT-ARGUMENT...: in a guest for each of the shares guarded and fast.
+fsx_on_shares() {
+    local name pids=()
+    for name in guarded fast; do
+        # shellcheck disable=SC2086  # a list
+        start_window_guest "$name" "$@" --fs "$name=$work/sockets/$name" "$guest_dir/fsx.sh" $fsx_volume
+        pids+=("$guest_pid")
+    done
+    for name in guarded fast; do
+        guest_pid=${pids[0]} pids=("${pids[@]:1}")
+        finish_window_guest "$name"
+    done
+    logs_are_clean "$work/daemons.logs"
 }
 
 # On ext4, where the host's truncations are guarded, and the daemon's own with them; and on tmpfs, where they are not.
 case_dax_fsx() {
+    local fsx_volume
+    fsx_volume=$(pick '3000 1' '100000 1 2 3')
     make_share guarded
     make_fast_share fast
-    dax_daemon guarded "$work/guarded"
-    dax_daemon fast "$work/fast"
-    # shellcheck disable=SC2046  # a list
-    start_dax_guest fsx --mount-opts dax=always --timeout 7200 --fs "guarded=$work/sockets/guarded" \
-        --fs "fast=$work/sockets/fast" "$guest_dir/fsx.sh" $(pick '3000 1' '100000 1 2 3')
-    finish_dax_guest fsx
-    logs_are_clean "$work/daemons.logs"
+    window_daemon guarded "$work/guarded"
+    window_daemon fast "$work/fast"
+    fsx_on_shares --mount-opts dax=always
 }
 
 case_dax_fio() {
+    # The whole file fits in: each random access would else cost a mapping.
+    window_options=("--dax-window=512M,required")
     make_share share
-    dax_daemon s "$work/share"
-    start_dax_guest fio --mount-opts dax=always --timeout 3600 --fs "s=$work/sockets/s" \
+    window_daemon s "$work/share"
+    start_window_guest fio --mount-opts dax=always --fs "s=$work/sockets/s" \
         "$guest_dir/fio.sh" "$(pick 8 256)" 'mmap psync' "$(pick 64k '4k 64k 1M')"
-    finish_dax_guest fio
+    finish_window_guest fio
     logs_are_clean "$work/daemons.logs"
 }
 
 case_dax_pjdfstest() {
-    pjdfstest_run dax qemu "$THRUWAY_DAEMON ${dax_window[*]}" --dax --mount-opts dax=always
+    pjdfstest_run dax qemu "$THRUWAY_DAEMON ${window_options[*]}" --dax --mount-opts dax=always
     pjdfstest_check dax
 }
 
@@ -126,15 +147,15 @@ case_dax_pressure() {
     said=$("$THRUWAY_DAEMON" --socket-path "$work/none" --shared-dir "$work" --dax-window=256M --max-mappings=64 2>&1) || status=$?
     [[ $status != 0 && $said == *--max-mappings* && $said != *$'\n'* ]] ||
         fail "a window too big for its mappings: status $status: $said"
-    dax_window=("--dax-window=128M,required" --max-mappings=64) dax_boot=(--timeout 1200)
-    dax_case pressure dax-pressure.py always 256 "$(pick 1000 5000)" "$(pick 5 60)"
+    window_options=("--dax-window=128M,required" --max-mappings=64) window_boot=(--timeout "$(pick 1200 10800)")
+    window_case pressure dax-pressure.py always 256 "$(pick 1000 5000)" "$(pick 5 60)"
 }
 
 # The largest window by default. A full one costs QEMU 20 ms and more for each mapping, in emulation: the rest is for a soak.
 case_dax_large_window() {
-    dax_window=("--dax-window=512M,required") dax_boot=(--timeout 1800)
+    window_options=("--dax-window=512M,required") window_boot=(--timeout "$(pick 1800 10800)")
     # shellcheck disable=SC2046  # a list
-    dax_case large dax-pressure.py always $(pick '272 0 0 working_set mounted_again' '1024 5000 60')
+    window_case large dax-pressure.py always $(pick '272 0 0 working_set mounted_again' '1024 5000 60')
 }
 
 # Two guests, each by a daemon of its own, on one directory.
@@ -144,27 +165,26 @@ case_dax_two_guests() {
     make_share meet
     # The size of the guests' mapping.
     truncate -s 4M "$work/share/file"
-    dax_log=trace
     for role in a b; do
-        dax_daemon "s@$role" "$work/share"
+        window_daemon "s@$role" "$work/share"
         meet_daemon "@$role"
-        start_dax_guest "$role" --no-mount --fs "s=$work/sockets/s@$role" --fs "meet=$work/sockets/meet@$role" \
+        start_window_guest "$role" --no-mount --fs "s=$work/sockets/s@$role" --fs "meet=$work/sockets/meet@$role" \
             "$guest_dir/dax-duo.py" "$role" "$(pick 1000 100000)" "$(pick 20 500)"
         pids+=("$guest_pid")
     done
     answer_guest a "${pids[0]}"
     guest_pid=${pids[0]}
-    finish_dax_guest a
+    finish_window_guest a
     guest_pid=${pids[1]}
-    finish_dax_guest b
+    finish_window_guest b
     logs_are_clean "$work/daemons.logs"
 }
 
-case_dax_host_changes() { dax_case host dax-host.py always "$(pick 20 500)"; }
-case_dax_programs() { dax_case programs dax-programs.py always; }
+case_dax_host_changes() { window_case host dax-host.py always "$(pick 20 500)"; }
+case_dax_programs() { window_case programs dax-programs.py always; }
 case_dax_programs_inode() {
-    dax_arguments=(--dax-min-size=1)
-    dax_case programs dax-programs.py inode
+    window_arguments=(--dax-min-size=1)
+    window_case programs dax-programs.py inode
 }
 
 # memory_of PID: in MiB, of QEMU, what is the guest's own, and what it has mapped of files.
@@ -177,9 +197,9 @@ read_by_two() {
     local mode=$1 size=$2 role pids=() before after
     rm -f "$work"/meet/*
     for role in a b; do
-        dax_daemon "s@$role" "$work/share"
+        window_daemon "s@$role" "$work/share"
         meet_daemon "@$role"
-        start_dax_guest "$mode-$role" --no-mount --mem $((size + 512)) --fs "s=$work/sockets/s@$role" \
+        start_window_guest "$mode-$role" --no-mount --mem $((size + 512)) --fs "s=$work/sockets/s@$role" \
             --fs "meet=$work/sockets/meet@$role" "$guest_dir/dax-memory.py" "$mode"
         pids+=("$guest_pid")
     done
@@ -194,7 +214,7 @@ read_by_two() {
     touch "$work/meet/end"
     for role in a b; do
         guest_pid=${pids[0]} pids=("${pids[@]:1}")
-        finish_dax_guest "$mode-$role"
+        finish_window_guest "$mode-$role"
     done
     rm -rf "$work/sockets"
     grown=$((after - before))
@@ -223,12 +243,12 @@ case_dax_reboot() {
     make_share share
     make_share meet
     truncate -s 32M "$work/share/file"
-    dax_daemon s "$work/share"
+    window_daemon s "$work/share"
     served=$daemon_pid
     meet_daemon
-    start_dax_guest reboot --no-mount --qemu-args '-action reboot=reset' --fs "s=$work/sockets/s" \
+    start_window_guest reboot --no-mount --qemu-args '-action reboot=reset' --fs "s=$work/sockets/s" \
         --fs "meet=$work/sockets/meet" "$guest_dir/dax-reboot.py"
-    finish_dax_guest reboot
+    finish_window_guest reboot
     [[ $(grep -c '^mapped in boot' "$work/reboot.out") == 3 ]] || fail 'the guest did not boot three times'
     wait_gone 5 "$served" || fail 'the daemon did not end with its guest'
     logs_are_clean "$work/daemons.logs"
@@ -236,7 +256,7 @@ case_dax_reboot() {
 
 # mapped_guest NAME: one that has the share's file mapped and says that it is alive.
 mapped_guest() {
-    start_dax_guest "$1" --no-mount --fs "s=$work/sockets/s" "$guest_dir/dax-alive.py"
+    start_window_guest "$1" --no-mount --fs "s=$work/sockets/s" "$guest_dir/dax-alive.py"
     # 120 s: the boot, in emulation on a busy machine.
     wait_line "$work/$1.out" '^alive 5$' 120 "$guest_pid"
 }
@@ -273,7 +293,7 @@ case_dax_killed_guest() {
     local round pids number
     make_share share
     truncate -s 32M "$work/share/file"
-    dax_daemon s "$work/share" --keep-alive
+    window_daemon s "$work/share" --keep-alive
     for round in 1 2 3; do
         mapped_guest "round-$round"
         number=$(window_mount "round-$round")
@@ -293,7 +313,7 @@ case_dax_killed_daemon() {
     local pids alive number
     make_share share
     truncate -s 32M "$work/share/file"
-    dax_daemon s "$work/share"
+    window_daemon s "$work/share"
     mapped_guest killed
     mapfile -t pids < <(family "$daemon_pid")
     note "${#pids[@]} processes"

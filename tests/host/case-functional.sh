@@ -3,13 +3,14 @@
 
 # The options that let everything be tried at once.
 everything=(--posix-acl --allow-direct-io --killpriv-v2 --posix-lock --flock)
+functional_boot=()
 
 # functional KIND DAEMON-ARGUMENT...
 functional() {
     local kind=$1
     shift
     make_share share
-    guest functional --kind "$kind" --share "s=$work/share" --daemon-args "${everything[*]} $*" \
+    guest functional --kind "$kind" "${functional_boot[@]}" --share "s=$work/share" --daemon-args "${everything[*]} $*" \
         "$guest_dir/functional.py" /mnt/s
     (cd "$work/share/kept" && sha256sum --quiet -c SHA256SUMS) || fail "the host sees other contents"
 }

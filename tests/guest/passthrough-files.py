@@ -1,0 +1,387 @@
+#!/usr/bin/python3
+"""What a file that is passed through must do as a local one does."""
+
+import ctypes
+import fcntl
+import os
+import random
+import signal
+import subprocess
+import sys
+
+sys.path.insert(0, "/host")
+from window import *
+
+SIZE = 3 << 20
+IO = "Read", "Write"
+
+
+class Iovec(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+
+
+def asked(*opcodes):
+    return host_number("requests s " + " ".join(opcodes))
+
+
+def make(name, data=None):
+    path = f"{S}/{name}"
+    write(path, pattern(SIZE) if data is None else data)
+    return path
+
+
+def on_host(name):
+    return host(f"sha256sum <{name}").split()[0]
+
+
+def digest(data):
+    import hashlib
+
+    return hashlib.sha256(data).hexdigest()
+
+
+def read_and_written():
+    path = make("rw")
+    fd = os.open(path, os.O_RDWR)
+    before = asked(*IO)
+    due = bytearray(pattern(SIZE))
+    rng = random.Random(1)
+    for _ in range(300):
+        at = rng.randrange(SIZE)
+        length = min(rng.choice((1, 100, 4096, 5000, 200_000)), SIZE - at)
+        if rng.random() < 0.5:
+            data = rng.randbytes(length)
+            equal(os.pwrite(fd, data, at), length)
+            due[at : at + length] = data
+        else:
+            assert os.pread(fd, length, at) == due[at : at + length], f"{length} bytes at {at}"
+    equal(os.preadv(fd, [a := bytearray(10), b := bytearray(4100)], 4090), 4110)
+    assert a + b == due[4090:8200]
+    equal(os.pwritev(fd, [b"x" * 10, b"y" * 4100], 4090), 4110)
+    due[4090:8200] = b"x" * 10 + b"y" * 4100
+    equal(os.lseek(fd, -5, os.SEEK_END), SIZE - 5)
+    equal(os.read(fd, 100), bytes(due[-5:]))
+    equal(os.read(fd, 100), b"")
+    equal(asked(*IO), before)
+    equal(on_host("rw"), digest(due))
+    os.close(fd)
+
+
+def mapped_every_way():
+    path = make("mapped")
+    data = pattern(SIZE)
+    fd = os.open(path, os.O_RDWR)
+    before = asked(*IO)
+    with mapped(path, SIZE, writable=True) as view:
+        assert view[:] == data
+        view[5:10] = b"store"
+        equal(os.pread(fd, 10, 0), data[:5] + b"store")
+        os.pwrite(fd, b"write", 4096)
+        equal(view[4096:4101], b"write")
+        private = mmap.mmap(fd, SIZE, flags=mmap.MAP_PRIVATE)
+        private[8192:8195] = b"own"
+        equal(view[8192:8195], data[8192:8195])
+        equal(private[8192:8195] + private[8195:8200], b"own" + data[8195:8200])
+        os.pwrite(fd, b"THRU!", 12288)
+        equal(private[12288:12293], b"THRU!")
+        assert private[16384] == data[16384]
+        private[16384:16387] = b"own"
+        equal(view[16384:16387], data[16384:16387])
+        pid = os.fork()
+        if pid == 0:
+            private[20480:20483] = b"kid"
+            view[24576:24579] = b"kid"
+            os._exit(0)
+        os.waitpid(pid, 0)
+        equal(private[20480:20483], data[20480:20483])
+        equal(view[24576:24579], b"kid")
+        private.close()
+        view.flush()
+    equal(asked(*IO), before)
+    equal(host("head -c 10 mapped | tail -c 5"), "store")
+    os.close(fd)
+    reader = os.open(path, os.O_RDONLY)
+    refused(errno.EACCES, mmap.mmap, reader, SIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    os.close(reader)
+
+
+def buffers_in_the_window():
+    """Direct I/O from and to memory that is another file's, or the same one's."""
+    data = os.urandom(1 << 20)
+    write("/tmp/source", data)
+    path, other = make("buffer"), make("other", data)
+    disk = os.open("/dev/vda", os.O_RDONLY | os.O_DIRECT)
+    fd, other_fd = os.open(path, os.O_RDWR), os.open(other, os.O_RDWR)
+    with mapped(path, SIZE, writable=True) as view:
+        parts = memoryview(view)
+        equal(os.preadv(disk, [parts[: 1 << 20]], 0), 1 << 20)
+        due = os.pread(os.open("/dev/vda", os.O_RDONLY), 1 << 20, 0)
+        assert view[: 1 << 20] == due == os.pread(fd, 1 << 20, 0), "a disk's blocks by O_DIRECT"
+        equal(os.preadv(other_fd, [parts[1 << 20 : 2 << 20]], 0), 1 << 20)
+        assert view[1 << 20 : 2 << 20] == data, "another file's bytes"
+        equal(os.preadv(fd, [parts[2 << 20 :]], 0), 1 << 20)
+        assert view[2 << 20 :] == due, "the file's own bytes"
+        equal(os.pwritev(other_fd, [parts[: 1 << 20]], 0), 1 << 20)
+        assert read(other) == due
+        del parts
+    for descriptor in disk, fd, other_fd:
+        os.close(descriptor)
+
+
+def pages_in_a_pipe():
+    """What vmsplice(2) holds stays what it is when the file is closed and cut."""
+    path = make("pipe", b"q" * 65536)
+    reader, writer = os.pipe()
+    with mapped(path, 65536, writable=True) as view:
+        start = ctypes.c_char.from_buffer(view)
+        piece = Iovec(ctypes.addressof(start), 4096)
+        equal(call("vmsplice", writer, ctypes.byref(piece), 1, 0), 4096)
+        del start
+    equal(os.read(reader, 4096), b"q" * 4096)
+    os.close(reader)
+    os.close(writer)
+
+
+def spliced():
+    path = make("spliced")
+    due = pattern(SIZE)
+    fd, target = os.open(path, os.O_RDWR), os.open("/tmp/target", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    at = 0
+    while at < SIZE:
+        at += os.sendfile(target, fd, at, SIZE - at)
+    assert read("/tmp/target") == due, "sendfile"
+    reader, writer = os.pipe()
+    equal(os.splice(fd, writer, 5000, offset_src=100), 5000)
+    got = b""
+    while len(got) < 5000:
+        got += os.read(reader, 5000)
+    equal(got, due[100:5100])
+    equal(os.write(writer, b"spliced"), 7)
+    equal(os.splice(reader, fd, 7, offset_dst=4093), 7)
+    equal(os.pread(fd, 7, 4093), b"spliced")
+    equal(os.copy_file_range(fd, fd, 4096, 4093, 1 << 20), 4096)
+    equal(os.pread(fd, 7, 1 << 20), b"spliced")
+    equal(host("dd if=spliced bs=1 skip=4093 count=7 status=none"), "spliced")
+    for descriptor in fd, target, reader, writer:
+        os.close(descriptor)
+
+
+def sizes():
+    path = make("sizes")
+    fd = os.open(path, os.O_RDWR)
+    with mapped(path, SIZE, writable=True) as view:
+        assert view[2 << 20] == pattern(SIZE)[2 << 20]
+        os.ftruncate(fd, 1 << 20)
+        equal((os.fstat(fd).st_size, os.pread(fd, 10, 1 << 20)), (1 << 20, b""))
+        pid = os.fork()
+        if pid == 0:
+            view[2 << 20]
+            os._exit(0)
+        equal(os.WTERMSIG(os.waitpid(pid, 0)[1]), signal.SIGBUS)
+        os.ftruncate(fd, SIZE)
+        assert view[1 << 20 :] == bytes(SIZE - (1 << 20)), "zeroes after growth"
+    os.ftruncate(fd, 5000)
+    with mapped(path, 5000, writable=True) as view:
+        ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(view)) + 5000, ord("y"), 10)
+    os.ftruncate(fd, 8192)
+    equal(os.pread(fd, 20, 5000), bytes(20))
+    appender = os.open(path, os.O_WRONLY | os.O_APPEND)
+    equal(os.write(appender, b"end"), 3)
+    os.close(appender)
+    equal((os.fstat(fd).st_size, os.pread(fd, 10, 8190)), (8195, b"\0\0end"))
+    os.pwrite(fd, b"beyond", 100_000)
+    equal((os.fstat(fd).st_size, os.pread(fd, 8, 99_998)), (100_006, b"\0\0beyond"))
+    os.close(os.open(path, os.O_WRONLY | os.O_TRUNC))
+    equal((os.fstat(fd).st_size, os.pread(fd, 1, 0)), (0, b""))
+    os.pwrite(fd, b"again", 0)
+    equal((read(path), host("cat sizes")), (b"again", "again"))
+    os.posix_fallocate(fd, 0, 70_000)
+    equal(os.fstat(fd).st_size, 70_000)
+    # By far more than its slot's room to grow.
+    os.ftruncate(fd, 40 << 20)
+    os.pwrite(fd, b"far", 39 << 20)
+    equal(os.pread(fd, 3, 39 << 20), b"far")
+    with mapped(path, 40 << 20, writable=True) as view:
+        equal(view[39 << 20 : (39 << 20) + 3], b"far")
+        view[39 << 20] = ord("F")
+    equal(host_number("stat -c %s sizes"), 40 << 20)
+    equal(os.pread(fd, 3, 39 << 20), b"Far")
+    os.close(fd)
+
+
+def holes():
+    path = make("holes")
+    due = bytearray(pattern(SIZE))
+    fd = os.open(path, os.O_RDWR)
+    with mapped(path, SIZE, writable=True) as view:
+        assert view[1 << 20] == due[1 << 20]
+        # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+        call("fallocate", fd, 3, ctypes.c_long(1 << 20), ctypes.c_long(1 << 20))
+        due[1 << 20 : 2 << 20] = bytes(1 << 20)
+        assert view[:] == due, "what is mapped shows no hole"
+        equal(os.lseek(fd, 0, os.SEEK_HOLE), 1 << 20)
+        equal(os.lseek(fd, 1 << 20, os.SEEK_DATA), 2 << 20)
+        # Into the hole: by a message, and by a fault that has it filled.
+        os.pwrite(fd, b"written", 1 << 20)
+        view[(1 << 20) + 8192 : (1 << 20) + 8198] = b"stored"
+    due[1 << 20 : (1 << 20) + 7] = b"written"
+    due[(1 << 20) + 8192 : (1 << 20) + 8198] = b"stored"
+    equal(on_host("holes"), digest(due))
+    os.close(fd)
+
+
+def times():
+    path = make("times")
+    fd = os.open(path, os.O_RDWR)
+
+    def moves(what, act):
+        before = os.fstat(fd)
+        time.sleep(0.05)
+        act()
+        after = os.fstat(fd)
+        assert after.st_mtime_ns > before.st_mtime_ns, f"mtime stays at {what}"
+        assert after.st_ctime_ns > before.st_ctime_ns, f"ctime stays at {what}"
+
+    moves("a write", lambda: os.pwrite(fd, b"1", 0))
+    with mapped(path, SIZE, writable=True) as view:
+        moves("a store", lambda: view.__setitem__(0, 1))
+        view.flush()
+        moves("a store after msync", lambda: view.__setitem__(0, 2))
+    kept = os.fstat(fd).st_mtime_ns
+    os.fsync(fd)
+    equal(os.stat(path).st_mtime_ns, kept)
+    equal(host("stat -c %.9Y times").strip().replace(".", ""), str(kept))
+    os.utime(path, (1, 1))
+    equal(os.stat(path).st_mtime_ns, 10**9)
+    equal(host_number("stat -c %Y times"), 1)
+    moves("a write after utime", lambda: os.pwrite(fd, b"2", 1))
+    os.close(fd)
+
+
+def set_id_bits():
+    path = make("setid", b"x" * 8192)
+    os.chmod(path, 0o6777)
+
+    def someone():
+        fd = os.open(path, os.O_RDWR)
+        os.pwrite(fd, b"z", 0)
+        assert os.fstat(fd).st_mode & 0o6000 == 0
+
+    as_user(1000, 1000, [], someone)
+    equal(os.stat(path).st_mode & 0o6000, 0)
+    equal(host("stat -c %a setid").strip(), "777")
+
+
+def durable():
+    """O_SYNC and O_DSYNC writes, and each call that syncs, reach the host's file system before they return."""
+    for flag in os.O_SYNC, os.O_DSYNC:
+        before = asked("Fsync", "Write")
+        fd = os.open(make("durable"), os.O_RDWR | flag)
+        os.pwrite(fd, b"durable", 0)
+        os.close(fd)
+        assert asked("Fsync", "Write") > before, "a synchronous write is not synced"
+    path = f"{S}/durable"
+    fd = os.open(path, os.O_RDWR)
+    with mapped(path, SIZE, writable=True) as view:
+        for what, sync in (
+            ("fsync", lambda: os.fsync(fd)),
+            ("fdatasync", lambda: os.fdatasync(fd)),
+            ("msync", view.flush),
+        ):
+            before = asked("Fsync")
+            os.pwrite(fd, what.encode(), 4096)
+            sync()
+            assert asked("Fsync") > before, f"{what} sends no FSYNC"
+        # SYNC_FILE_RANGE_WRITE; it need not do anything, but must not fail.
+        call("sync_file_range", fd, ctypes.c_long(0), ctypes.c_long(SIZE), 2)
+    os.close(fd)
+
+
+def executed():
+    subprocess.run(["cp", "/usr/bin/busybox", f"{S}/program"], check=True)
+    os.chmod(f"{S}/program", 0o755)
+    for _ in range(5):
+        equal(subprocess.run(["busybox", "echo", "ran"], executable=f"{S}/program", capture_output=True).stdout, b"ran\n")
+    running = subprocess.Popen(["busybox", "sleep", "60"], executable=f"{S}/program")
+    time.sleep(0.5)
+    refused(errno.ETXTBSY, os.open, f"{S}/program", os.O_WRONLY)
+    running.kill()
+    running.wait()
+    host("bash -c 'exec -a busybox ./program echo hello'")
+
+
+def locked():
+    path = make("locked", b"x" * 4096)
+    fd = os.open(path, os.O_RDWR)
+    fcntl.lockf(fd, fcntl.LOCK_EX)
+
+    def other():
+        mine = os.open(path, os.O_RDWR)
+        refused(errno.EAGAIN, fcntl.lockf, mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    in_child(other)
+    os.close(fd)
+
+
+def unlinked():
+    path = make("unlinked")
+    fd = os.open(path, os.O_RDWR)
+    with mapped(path, SIZE, writable=True) as view:
+        os.unlink(path)
+        view[0:5] = b"still"
+        equal(os.pread(fd, 5, 0), b"still")
+        os.ftruncate(fd, 2 * SIZE)
+        os.pwrite(fd, b"here", 2 * SIZE - 4)
+        equal(os.pread(fd, 4, 2 * SIZE - 4), b"here")
+    os.close(fd)
+    assert not os.path.exists(path)
+
+
+def many_files():
+    """More than there are slots: the others are read by messages."""
+    names = [f"{S}/many-{number}" for number in range(400)]
+    for number, name in enumerate(names):
+        write(name, pattern(9000, number))
+    fds = [os.open(name, os.O_RDWR) for name in names]
+    for number, fd in enumerate(fds):
+        assert os.pread(fd, 10_000, 0) == pattern(9000, number)
+        os.pwrite(fd, b"changed", 0)
+    for number, (fd, name) in enumerate(zip(fds, names)):
+        os.close(fd)
+        equal(read(name), b"changed" + pattern(9000, number)[7:])
+        os.unlink(name)
+
+
+def remounted():
+    path = make("remounted")
+    umount("s")
+    mount("s")
+    assert read(path) == pattern(SIZE)
+    fd = os.open(path, os.O_RDWR)
+    before = asked(*IO)
+    assert os.pread(fd, SIZE, 0) == pattern(SIZE)
+    equal(asked(*IO), before)
+    os.close(fd)
+
+
+mount("meet")
+mount("s")
+steps(
+    (read_and_written,),
+    (mapped_every_way,),
+    (buffers_in_the_window,),
+    (pages_in_a_pipe,),
+    (spliced,),
+    (sizes,),
+    (holes,),
+    (set_id_bits,),
+    (durable,),
+    (executed,),
+    (locked,),
+    (unlinked,),
+    (many_files,),
+    (remounted,),
+    (times,),
+)
+umount("s")
+umount("meet")

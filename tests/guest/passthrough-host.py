@@ -1,0 +1,165 @@
+#!/usr/bin/python3
+"""The host changes files that are passed through: passthrough-host.py TRUNCATIONS."""
+
+import os
+import random
+import signal
+import sys
+
+sys.path.insert(0, "/host")
+from window import *
+
+truncations = int(sys.argv[1])
+SIZE = 4 << 20
+# Within this a guest sees what the host did: the attributes' second, and a busy machine's pauses.
+SEEN = 6
+# No guard may hold a host process for longer: its deadline of 2 s, and as much again for a busy machine.
+FROZEN = 4
+
+
+def make(name, size=SIZE, seed=1):
+    write(f"{MEET}/new", pattern(size, seed))
+    host(f"cp ../meet/new {name}.new && mv {name}.new {name}")
+    time.sleep(SETTLED)
+    return f"{S}/{name}"
+
+
+def timed(command):
+    took = float(host(f"TIMEFORMAT=%R; time {{ {command}; }}").split()[-1])
+    assert took < FROZEN, f"{command}: the host's process waited {took} s"
+    return took
+
+
+def seen(what, function, due):
+    start = time.monotonic()
+    while (got := function()) != due:
+        assert time.monotonic() - start < SEEN, f"{what}: {str(got)[:60]} where {str(due)[:60]} is due after {SEEN} s"
+        time.sleep(0.05)
+    print(f"ok {what} is seen after {time.monotonic() - start:.2f} s", flush=True)
+
+
+def written():
+    """What the host writes is there at once: it is one cache."""
+    path = make("written")
+    fd = os.open(path, os.O_RDWR)
+    with mapped(path, SIZE, writable=True) as view:
+        equal(view[:8], pattern(8))
+        host("printf 'by host!' | dd of=written bs=1 seek=8192 conv=notrunc status=none")
+        equal((view[8192:8200], os.pread(fd, 8, 8192)), (b"by host!", b"by host!"))
+        view[8192:8197] = b"guest"
+        equal(host("dd if=written bs=1 skip=8192 count=8 status=none"), "guestst!")
+    os.close(fd)
+
+
+def extended():
+    path = make("extended")
+    fd = os.open(path, os.O_RDWR)
+    equal(os.pread(fd, 8, 0), pattern(8))
+    host("printf further >>extended")
+    seen("the new size", lambda: os.stat(path).st_size, SIZE + 7)
+    equal(os.pread(fd, 100, SIZE), b"further")
+    host(f"head -c {SIZE} /dev/zero | tr '\\0' z >>extended")
+    seen("what lies beyond the slot", lambda: os.pread(fd, 2, 2 * SIZE), b"zz")
+    os.close(fd)
+
+
+def truncated(command, left):
+    path, old = make("truncated"), pattern(SIZE)
+    fd = os.open(path, os.O_RDWR)
+    with mapped(path, SIZE, writable=True) as view:
+        assert view[:] == old
+        os.pwrite(fd, b"in place", 0)
+        due = (b"in place" + old[8:])[:left]
+        took = timed(command.format("truncated"))
+        seen(f"the size after {command}", lambda: os.fstat(fd).st_size, left)
+        equal(os.pread(fd, SIZE, 0), due)
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(30)
+            view[SIZE - 8]
+            os._exit(0)
+        equal(os.WTERMSIG(os.waitpid(pid, 0)[1]), signal.SIGBUS)
+        if left:
+            assert view[:left] == due
+        host("printf further >>truncated")
+        seen("what the host appended", lambda: os.pread(fd, SIZE, 0), due + b"further")
+        if left:
+            view[0:5] = b"again"
+            equal(host("head -c 5 truncated"), "again")
+    os.close(fd)
+    print(f"the host's process took {took:.3f} s for {command}", flush=True)
+
+
+def replaced():
+    path = make("replaced")
+    fd = os.open(path, os.O_RDWR)
+    with mapped(path, SIZE, writable=True) as view:
+        equal(view[:8], pattern(8))
+        make("replaced", 5001, 9)
+        seen("the new file", lambda: read(path) == pattern(5001, 9), True)
+        view[0:8] = b"old file"
+        equal(os.pread(fd, 8, 0), b"old file")
+        assert read(path) == pattern(5001, 9), "a write by the old file's mapping is in the new file"
+    os.close(fd)
+    host("rm replaced")
+
+
+def under_load(command):
+    """Truncated again and again, while eight processes read and write; the length is the host's alone."""
+    # What is mapped is never cut off.
+    least = 64 << 10
+    path = make("load")
+    fd = os.open(path, os.O_RDWR)
+
+    def reads():
+        os.pread(fd, random.randrange(1, 100_000), random.randrange(SIZE))
+
+    def writes():
+        # Of a kind that says where it was made, and does not make the file longer.
+        at = random.randrange(0, SIZE - 4096, 4096)
+        if at + 4096 <= os.fstat(fd).st_size:
+            os.pwrite(fd, b"load", at)
+
+    def mapped_reads():
+        with mapped(path, least) as view:
+            for at in range(0, least, 4096):
+                view[at]
+
+    busy = [Busy(reads, f"reads {n}") for n in range(4)] + [Busy(mapped_reads, f"mapped {n}") for n in range(2)]
+    slowest = 0
+    with busy[0], busy[1], busy[2], busy[3], busy[4], busy[5]:
+        for turn in range(truncations):
+            size = random.randrange(least, SIZE)
+            slowest = max(slowest, timed(command.format(size=size)))
+            equal((turn, host_number("stat -c %s load")), (turn, size))
+            timed(f"truncate -s {SIZE} load")
+        rounds = sum(one.rounds() for one in busy)
+    os.close(fd)
+    path = make("load", seed=3)
+    fd = os.open(path, os.O_RDWR)
+    with Busy(reads, "reads"), Busy(writes, "writes") as writer:
+        for turn in range(truncations):
+            timed(command.format(size=random.randrange(least, SIZE)))
+            timed(f"truncate -s {SIZE} load")
+        assert writer.rounds() > 0
+    os.close(fd)
+    print(f"{truncations} truncations under {rounds} rounds of reads: {slowest:.2f} s at most", flush=True)
+    host("head -c 9000 /dev/zero | tr '\\0' x >load")
+    seen("the last contents", lambda: read(path), b"x" * 9000)
+    write(path, b"guest", flags=os.O_WRONLY)
+    equal(host("head -c 6 load"), "guestx")
+
+
+mount("meet")
+mount("s")
+steps(
+    (written,),
+    (extended,),
+    (truncated, "truncate -s 2097152 {0}", 2 << 20),
+    (truncated, "truncate -s 5000 {0}", 5000),
+    (truncated, ": >{0}", 0),
+    (replaced,),
+    (under_load, "truncate -s {size} load"),
+)
+umount("s")
+umount("meet")

@@ -1,0 +1,77 @@
+#!/usr/bin/python3
+"""What a file costs in messages that is passed through."""
+
+import os
+import random
+import sys
+
+sys.path.insert(0, "/host")
+from window import *
+
+SIZE = 64 << 20
+DATA = "Read", "Write", "Setupmapping", "Removemapping"
+
+
+def asked(*opcodes):
+    return host_number("requests s " + " ".join(opcodes))
+
+
+def in_pieces():
+    """Read and written anew twice, in 4 KiB at random, and mapped: one OPEN, one RELEASE, and no data goes by message."""
+    host(f"head -c {SIZE} /dev/urandom >big")
+    path, rng = f"{S}/big", random.Random(7)
+    places = list(range(0, SIZE, 4096))
+    before = {opcode: asked(opcode) for opcode in (*DATA, "Open", "Release")}
+    fd = os.open(path, os.O_RDWR)
+    for _ in range(2):
+        rng.shuffle(places)
+        for at in places:
+            page = os.pread(fd, 4096, at)
+            os.pwrite(fd, page[::-1], at)
+    view = mmap.mmap(fd, SIZE)
+    rng.shuffle(places)
+    for at in places:
+        view[at] = view[at] ^ 255
+    view.close()
+    os.close(fd)
+    # RELEASE is sent by a worker of the kernel's.
+    deadline = time.monotonic() + 10
+    while asked("Release") == before["Release"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    cost = {opcode: asked(opcode) - count for opcode, count in before.items()}
+    print(f"note: a file of 64 MiB read and written twice in pieces of 4 KiB, and mapped: {cost}", flush=True)
+    # Setting the mapping writable in the table takes none; a hole would have taken a SETUPMAPPING.
+    equal(cost, {**dict.fromkeys(DATA, 0), "Open": 1, "Release": 1})
+
+
+def opened_again():
+    """A slot that is live costs no new mapping."""
+    maps = "curl -s --unix-socket ../sockets/s.metrics http://daemon | awk '/^thruway_mappings.*passthrough/ { print $2 }'"
+    fd = os.open(f"{S}/big", os.O_RDONLY)
+    slots = host_number(maps)
+    assert slots > 0, "nothing is mapped"
+    os.close(fd)
+    made = "grep -c 'passthrough.*mapped=Ok' ../daemons.logs/daemon-s.log"
+    before = host_number(made), asked("Open"), asked("Read")
+    for _ in range(20):
+        fd = os.open(f"{S}/big", os.O_RDWR)
+        os.pread(fd, 100, 0)
+        os.close(fd)
+    equal((host_number(made), asked("Open"), asked("Read")), (before[0], before[1] + 20, before[2]))
+    equal(host_number(maps), slots)
+
+
+def by_messages():
+    """Below the least size nothing is mapped."""
+    write(f"{S}/small", b"x" * 1000)
+    before = asked("Read")
+    drop_caches()
+    equal(read(f"{S}/small"), b"x" * 1000)
+    assert asked("Read") > before, "READ is not counted"
+
+
+mount("meet")
+mount("s")
+steps((in_pieces,), (opened_again,), (by_messages,))
+umount("s")
+umount("meet")

@@ -1,0 +1,159 @@
+# shellcheck shell=bash disable=SC2154,SC2034  # case-dax.sh has window_case and its settings
+# Window passthrough: files that a guest with the patches of guest-kernel/ reads, writes and maps in place, in QEMU.
+
+# Whatever its size, a file is passed through, unless a case says otherwise. 256M: its slots and the table.
+passthrough() {
+    [[ -n ${THRUWAY_GUEST_KERNEL-} ]] || "$root/guest-kernel/build"
+    window_options=(--passthrough-window=256M,required --passthrough-min-size=0)
+    window_boot=(--kernel "${THRUWAY_GUEST_KERNEL:-$root/target/guest-kernel/bzImage}" "$@")
+}
+
+case_passthrough_files() {
+    passthrough
+    window_case files passthrough-files.py
+}
+
+# Beside a DAX window, whose part of the region comes first.
+case_passthrough_and_dax() {
+    passthrough
+    window_options=(--dax-window=128M,required --passthrough-window=128M,required --passthrough-min-size=0)
+    window_case files passthrough-files.py
+}
+
+case_passthrough_messages() {
+    passthrough
+    window_options=(--passthrough-window=256M,required)
+    window_case messages passthrough-messages.py
+}
+
+# On ext4 and on tmpfs.
+case_passthrough_fsx() {
+    local fsx_volume
+    fsx_volume=$(pick '3000 1' '200000 1 2 3 4 5')
+    passthrough
+    make_share guarded
+    make_fast_share fast
+    window_daemon guarded "$work/guarded"
+    window_daemon fast "$work/fast"
+    fsx_on_shares "${window_boot[@]}"
+    was_passed guarded
+    was_passed fast
+}
+
+# was_passed NAME: the daemon gave the guest files to work on in place.
+was_passed() {
+    grep -q 'passthrough.*mapped=Ok' "$work/daemons.logs/daemon-$1.log" || fail "no file of $1 was passed through"
+}
+
+case_passthrough_fio() {
+    passthrough
+    make_share share
+    window_daemon s "$work/share"
+    start_window_guest fio --fs "s=$work/sockets/s" "${window_boot[@]}" \
+        "$guest_dir/fio.sh" "$(pick 8 64)" 'psync mmap libaio io_uring' "$(pick 64k '4k 64k 1M')"
+    finish_window_guest fio
+    was_passed s
+    logs_are_clean "$work/daemons.logs"
+}
+
+case_passthrough_pjdfstest() {
+    passthrough
+    pjdfstest_run passthrough qemu "$THRUWAY_DAEMON ${window_options[*]}" --dax "${window_boot[@]}"
+    pjdfstest_check passthrough
+}
+
+# The stressors that work on files' contents; in a soak, five minutes in all.
+case_passthrough_stress() {
+    passthrough
+    make_fast_share share
+    window_daemon s "$work/share"
+    start_window_guest stress --mem 1024 --fs "s=$work/sockets/s" "${window_boot[@]}" \
+        "$guest_dir/stress.sh" "$(pick 3 20)" hdd iomix mmap mremap msync fallocate fpunch seek readahead aio io-uring sendfile \
+        copy-file sync-file splice
+    finish_window_guest stress
+    was_passed s
+    logs_are_clean "$work/daemons.logs"
+}
+
+case_passthrough_host_changes() {
+    passthrough
+    window_case host passthrough-host.py "$(pick 20 500)"
+}
+
+case_passthrough_two_guests() {
+    local role pids=()
+    passthrough
+    make_share share
+    make_share meet
+    for role in a b; do
+        window_daemon "s@$role" "$work/share"
+        meet_daemon "@$role"
+        start_window_guest "$role" --no-mount --fs "s=$work/sockets/s@$role" --fs "meet=$work/sockets/meet@$role" "${window_boot[@]}" \
+            "$guest_dir/passthrough-duo.py" "$role" "$(pick 200 5000)"
+        pids+=("$guest_pid")
+    done
+    answer_guest a "${pids[0]}"
+    for role in a b; do
+        guest_pid=${pids[0]} pids=("${pids[@]:1}")
+        finish_window_guest "$role"
+        was_passed "s@$role"
+    done
+    logs_are_clean "$work/daemons.logs"
+}
+
+# The guest tears at what it must not: the table, the window beyond its files, acknowledgements.
+case_passthrough_hostile() {
+    passthrough
+    window_case hostile passthrough-hostile.py
+}
+
+case_passthrough_programs() {
+    passthrough
+    window_case programs passthrough-programs.py
+}
+
+# QEMU and the daemon are killed; what the guest synced is on the host.
+case_passthrough_power_cut() {
+    local promised pid
+    passthrough
+    make_share share
+    window_daemon s "$work/share"
+    start_window_guest cut --fs "s=$work/sockets/s" "${window_boot[@]}" "$guest_dir/passthrough-power-cut.py"
+    # 120 s: the boot and the writes, in emulation on a busy machine.
+    wait_line "$work/cut.out" '^promised 300 ' 120 "$guest_pid"
+    kill -KILL -- "-$(<"$work/cut.pid")"
+    for pid in $(family "$daemon_pid"); do kill -KILL "$pid" || true; done
+    wait "$guest_pid" || true
+    was_passed s
+    promised=$(grep -c '^promised' "$work/cut.out")
+    sed -n 's/^promised [0-9]* //p' "$work/cut.out" | while read -r at text; do
+        [[ $(tail -c +$((at + 1)) "$work/share/file" | head -c "${#text}") == "$text" ]] || fail "what was synced at $at is not there: $text"
+    done
+    note "all of $promised synced writes are there"
+}
+
+# The functional suite on files that are passed through; by the same guest where there is nothing to pass through; and by a
+# stock guest where there would be.
+case_passthrough_functional() {
+    passthrough
+    # Without the thousands of empty files, each of which would have a mapping for a moment.
+    window_options[1]=--passthrough-min-size=1
+    functional_boot=(--dax "${window_boot[@]}")
+    functional qemu "${window_options[@]}"
+}
+
+case_passthrough_no_window() {
+    passthrough
+    functional_boot=("${window_boot[@]}")
+    functional qemu
+    make_share theirs
+    # Of this suite, what virtiofsd can do.
+    guest virtiofsd --kind qemu --daemon "$(peer)" --share "s=$work/theirs" "${window_boot[@]}" \
+        "$guest_dir/functional.py" /mnt/s create_open_flags large_requests mmap_shared seek_hole_and_data copy_file_range
+}
+
+case_passthrough_stock_guest() {
+    passthrough
+    functional_boot=(--dax)
+    functional qemu "${window_options[@]}"
+}
