@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use serde_json::Value;
 
 use crate::host::{self, Result};
-use crate::plan::{Contender, Daemon, Job, Measure, SETUPMAPPING, SETUPMAPPING_LIVE, Table};
+use crate::plan::{Contender, Daemon, FIRST_OPEN, Job, Measure, SETUPMAPPING, SETUPMAPPING_LIVE, Table};
 use crate::series::{median, number};
 
 /// Lines of a failed boot that are shown: its own message after the end of the daemon's log and of the console.
@@ -59,9 +59,9 @@ pub fn run(table: &Table, contender: &Contender, share: &Path, seconds: u32) -> 
         let end = told.rest.len().saturating_sub(SHOWN);
         return Err(format!("boot failed ({status}):\n{}", told.rest[end..].join("\n")));
     }
-    if let Some(us) = mapping_time(&std::fs::read_to_string(logs.path().join("daemon-0.log")).unwrap_or_default()) {
-        told.figures.insert(SETUPMAPPING.to_owned(), us);
-    }
+    let log = std::fs::read_to_string(logs.path().join("daemon-0.log")).unwrap_or_default();
+    let measured = [(SETUPMAPPING, mapping_time(&log)), (FIRST_OPEN, first_open_time(&log))];
+    told.figures.extend(measured.into_iter().filter_map(|(name, us)| Some((name.to_owned(), us?))));
     match table.jobs.iter().find(|job| !told.figures.contains_key(job.name)) {
         Some(job) => Err(format!("the guest said nothing of the job '{}'", job.name)),
         None => Ok(told),
@@ -71,7 +71,11 @@ pub fn run(table: &Table, contender: &Contender, share: &Path, seconds: u32) -> 
 fn command(table: &Table, contender: &Contender, share: &Path, seconds: u32, logs: &Path) -> Result<Command> {
     let daemon = match contender.daemon {
         Daemon::Virtiofsd => host::virtiofsd()?,
-        Daemon::Thruwayd => host::thruwayd(),
+        Daemon::Thruwayd | Daemon::Native(_) => host::thruwayd(),
+    };
+    let place = match contender.daemon {
+        Daemon::Native(place) => place,
+        _ => "share",
     };
     // By a shell that joins stderr to stdout: there is one log.
     let mut command = Command::new("sh");
@@ -89,19 +93,28 @@ fn command(table: &Table, contender: &Contender, share: &Path, seconds: u32, log
         .arg("--ro-dir")
         .arg(host::guest_dir())
         .arg(host::guest_dir().join("bench.sh"))
-        .arg(seconds.to_string())
+        .current_dir(host::root())
+        .args([place, &table.file_mib.to_string(), &seconds.to_string()])
         .args(table.jobs.iter().map(job_line));
     Ok(command)
 }
 
 /// The median of the times that the daemon logged for mappings with [`SETUPMAPPING_LIVE`] others.
 fn mapping_time(log: &str) -> Option<f64> {
-    let field = |line: &str, name| line.split_once(name)?.1.split(' ').next()?.parse::<u64>().ok();
     let times = log.lines().filter(|line| line.contains(" mapped ")).filter_map(|line| {
         field(line, "live=").filter(|live| SETUPMAPPING_LIVE.contains(live)).and_then(|_| field(line, " us="))
     });
     let times: Vec<f64> = times.map(|us| us as f64).collect();
     (!times.is_empty()).then(|| median(&times))
+}
+
+/// The time that the daemon logged for the first file that it passed through.
+fn first_open_time(log: &str) -> Option<f64> {
+    field(log.lines().find(|line| line.contains(" passthrough "))?, " us=").map(|us| us as f64)
+}
+
+fn field(line: &str, name: &str) -> Option<u64> {
+    line.split_once(name)?.1.split(' ').next()?.parse().ok()
 }
 
 fn job_line(job: &Job) -> String {

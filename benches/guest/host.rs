@@ -6,7 +6,7 @@ use std::{env, fs};
 
 use tempfile::TempDir;
 
-use crate::plan::FILE_MIB;
+use crate::plan::Table;
 
 /// The error is the one line for the user.
 pub type Result<T> = std::result::Result<T, String>;
@@ -45,15 +45,24 @@ fn output(program: &str, arguments: &[&str]) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).trim_end().to_owned())
 }
 
-/// A directory in memory with the file that the jobs work on. Gone when dropped.
-pub fn share() -> Result<TempDir> {
+/// The kernel that some tables' guests boot, built where it is not.
+pub fn build_guest_kernel() -> Result<()> {
+    let done = Command::new(root().join("guest-kernel/build")).status();
+    match done.map_err(|e| format!("cannot run guest-kernel/build: {e}"))?.success() {
+        true => Ok(()),
+        false => Err("guest-kernel/build failed".into()),
+    }
+}
+
+/// A directory in memory with the file that a table's jobs work on. Gone when dropped.
+pub fn share(table: &Table) -> Result<TempDir> {
     let share = tempfile::Builder::new()
         .prefix("thruway-bench.")
         .tempdir_in("/dev/shm")
         .map_err(|e| format!("cannot make a directory in /dev/shm: {e}"))?;
     // Not zeroes, which a file system or an emulator might treat better than data.
-    fs::write(share.path().join("data"), vec![0x5a; FILE_MIB << 20])
-        .map_err(|e| format!("cannot write {FILE_MIB} MiB to /dev/shm: {e}"))?;
+    fs::write(share.path().join("data"), vec![0x5a; table.file_mib << 20])
+        .map_err(|e| format!("cannot write {} MiB to /dev/shm: {e}", table.file_mib))?;
     Ok(share)
 }
 

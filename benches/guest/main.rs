@@ -12,9 +12,10 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Parser;
+use tempfile::TempDir;
 
 use host::Result;
-use plan::{Contender, SETUPMAPPING, TABLES, Table};
+use plan::{Contender, FIRST_OPEN, SETUPMAPPING, TABLES, Table};
 use series::Series;
 
 /// Compares daemons by what guests measure, and writes benchmarks.md with plots.
@@ -95,7 +96,8 @@ fn run(options: &Options) -> Result<()> {
 }
 
 fn measure(options: &Options) -> Result<Results> {
-    let share = host::share()?;
+    host::build_guest_kernel()?;
+    let shares = TABLES.iter().map(host::share).collect::<Result<Vec<_>>>()?;
     let (rounds, seconds) = (options.rounds(), options.seconds());
     let mut results = Results {
         quick: options.quick,
@@ -106,7 +108,7 @@ fn measure(options: &Options) -> Result<Results> {
         versions: BTreeMap::new(),
     };
     for round in 1..=rounds {
-        for (table, contender) in turns() {
+        for (table, contender, share) in turns(&shares) {
             let turn = format!("round {round} of {rounds}, {}, {}", table.name, contender.name);
             println!("{turn} ...");
             let told = guest::run(table, contender, share.path(), seconds).map_err(|e| format!("{turn}: {e}"))?;
@@ -114,8 +116,10 @@ fn measure(options: &Options) -> Result<Results> {
                 let series = results.figures.entry([table.name, contender.name, job.name]).or_default();
                 series.push(told.figures[job.name]);
             }
-            if let Some(&us) = told.figures.get(SETUPMAPPING) {
-                results.figures.entry([table.name, contender.name, SETUPMAPPING]).or_default().push(us);
+            for name in [SETUPMAPPING, FIRST_OPEN] {
+                if let Some(&us) = told.figures.get(name) {
+                    results.figures.entry([table.name, contender.name, name]).or_default().push(us);
+                }
             }
             results.versions.insert(table.name, told.versions);
         }
@@ -124,6 +128,7 @@ fn measure(options: &Options) -> Result<Results> {
 }
 
 /// Everybody's, in a round.
-fn turns() -> impl Iterator<Item = (&'static Table, &'static Contender)> {
-    TABLES.iter().flat_map(|table| table.contenders.iter().map(move |contender| (table, contender)))
+fn turns(shares: &[TempDir]) -> impl Iterator<Item = (&'static Table, &'static Contender, &TempDir)> {
+    let tables = TABLES.iter().zip(shares);
+    tables.flat_map(|(table, share)| table.contenders.iter().map(move |contender| (table, contender, share)))
 }

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use crate::Results;
 use crate::host::Result;
-use crate::plan::{Contender, FILE_MIB, Goal, Job, SETUPMAPPING, SETUPMAPPING_LIVE, TABLES, Table};
+use crate::plan::{Contender, FIRST_OPEN, Goal, Job, SETUPMAPPING, SETUPMAPPING_LIVE, TABLES, Table};
 use crate::plot;
 use crate::series::{Series, number};
 
@@ -73,7 +73,7 @@ where every round of a contender was worse than each of the first one's, and the
 To repeat it, as root on a machine that does nothing else: `make bench`, or `make bench ARGS='--rounds 5'`.
 
 - The share lies in the host's memory (`/dev/shm`); both daemons run with their defaults: cache mode, sandbox, no O_DIRECT.
-- fio works with one job, depth 1, on a file of {FILE_MIB} MiB that is there before.
+- fio works with one job, depth 1, on a file of 256 MiB, or the size that is said, which is there before.
 - The guest's caches are dropped before each job (`sync; echo 3 >/proc/sys/vm/drop_caches`), the host's are not. What a job
   itself brings into the guest's cache stays as it does for users; fio drops it when it begins the file anew, except what
   it has mapped.
@@ -111,18 +111,44 @@ fn table_text(results: &Results, table: &Table) -> String {
         figures.push(row(&format!("{}, {}", job.title, job.measure.unit()), cells.collect()));
         ratios.push(row(job.title, others.iter().map(|c| ratio_cell(results, table, c, job)).collect()));
     }
-    format!("{}\n{}{}", markdown(&figures), markdown(&ratios), mapping_text(results, table))
+    let daemon = [
+        (
+            SETUPMAPPING,
+            format!("SETUPMAPPING with {} to {} live mappings", SETUPMAPPING_LIVE.start, SETUPMAPPING_LIVE.end - 1),
+        ),
+        (FIRST_OPEN, "the first OPEN of the file".to_owned()),
+    ];
+    let daemon: String = daemon.iter().map(|(name, title)| daemon_text(results, table, name, title)).collect();
+    format!("{}\n{}{}{daemon}", markdown(&figures), markdown(&ratios), over_text(results, table))
 }
 
-/// SETUPMAPPING, of the contenders that have it.
-fn mapping_text(results: &Results, table: &Table) -> String {
+/// How contenders compare with others than the first, where something is wanted of that.
+fn over_text(results: &Results, table: &Table) -> String {
+    let mut rows = vec![["", "ratio", "wanted"].map(str::to_owned).to_vec()];
+    for contender in table.contenders {
+        for goal in contender.goals {
+            let Goal::Over(other, job, wanted) = *goal else { continue };
+            let other = table.contenders.iter().find(|c| c.name == other).expect("it is in the table");
+            let job = table.jobs.iter().find(|j| j.name == job).expect("it is in the table");
+            let ratio = results.series(table, contender, job).over(results.series(table, other, job));
+            let met = if ratio.median() >= wanted { "met" } else { "**missed**" };
+            let title = format!("{} / {}: {}", contender.name, other.name, job.title);
+            rows.push(vec![title, ratio.to_string(), format!("≥ {wanted}: {met}")]);
+        }
+    }
+    if rows.len() > 1 { format!("\n{}", markdown(&rows)) } else { String::new() }
+}
+
+/// What is measured in the daemon, of the contenders that have it.
+fn daemon_text(results: &Results, table: &Table, name: &'static str, title: &str) -> String {
     let mut text = String::new();
     for contender in table.contenders {
-        let Some(series) = results.figures.get(&[table.name, contender.name, SETUPMAPPING]) else { continue };
-        let (from, to) = (SETUPMAPPING_LIVE.start, SETUPMAPPING_LIVE.end - 1);
-        let _ = write!(text, "\n{}: SETUPMAPPING with {from} to {to} live mappings, p50: {series} µs", contender.name);
+        let Some(series) = results.figures.get(&[table.name, contender.name, name]) else { continue };
+        let _ = write!(text, "\n{}: {title}, p50: {series} µs", contender.name);
         for goal in contender.goals {
-            if let Goal::AtMost(SETUPMAPPING, most) = *goal {
+            if let Goal::AtMost(of, most) = *goal
+                && of == name
+            {
                 let met = if series.median() <= most { "met" } else { "**missed**" };
                 let _ = write!(text, "; ≤ {} µs: {met}", number(most));
             }
