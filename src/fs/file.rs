@@ -14,7 +14,7 @@ use super::inode::{FdPath, Inode, stat};
 use super::{CachePolicy, PassthroughFs, cred, sys};
 use crate::fuse::abi::*;
 use crate::fuse::buf::IoRange;
-use crate::fuse::ops::{Created, Creator, Files, Result, Served};
+use crate::fuse::ops::{Created, Creator, Files, Mappings, Result, Served};
 
 /// File systems on which close(2) neither writes nor reports anything (statfs(2)'s f_type).
 const LOCAL: [i64; 7] = [
@@ -157,6 +157,8 @@ impl Files for PassthroughFs {
             Ok(file) => self.enter_new(parent, file, create.flags, by).inspect_err(|_| {
                 let _ = self.within(parent, name, |_, dir| fs::unlinkat(dir, name, fs::AtFlags::empty()));
             }),
+            // The guest may have it mapped by another name, and is not ready to lose pages: it looks again and then opens.
+            Err(Errno::EXIST) if create.flags & libc::O_TRUNC as u32 != 0 && self.shrinks_wait() => Err(Errno::STALE),
             Err(Errno::EXIST) if create.flags & libc::O_EXCL as u32 == 0 => {
                 let entry = self.within(parent, name, |parent, dir| self.enter(parent, dir, name, false))?;
                 let open = OpenIn { flags: create.flags, open_flags: create.open_flags };

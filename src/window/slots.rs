@@ -63,8 +63,8 @@ struct Slot {
 enum Why {
     /// A host process is about to truncate the file, and waits.
     Host(Instant),
-    /// It gets a longer slot, which is reserved: offset, length.
-    Longer(u64, u64),
+    /// It gets a longer slot.
+    Longer,
     /// It is not to be stored to any more; the slot stays.
     Downgrade,
 }
@@ -192,10 +192,9 @@ impl Slots {
         live
     }
 
-    /// A place for a file, with room to grow: if it can be had, as much again, else an eighth, else none.
+    /// A place for a file, as long as it can be had of [`lens`].
     fn reserve(&mut self, size: u64) -> Result<(u64, u64)> {
-        let len = |more: u64| size.checked_add(more)?.max(1).checked_next_multiple_of(RANGE);
-        let lens = [len(size), len(size / 8), len(0)];
+        let lens = lens(size);
         loop {
             let full = self.slots() >= self.pass.settings.slots;
             let mut fits = lens.into_iter().flatten().filter(|_| !full);
@@ -230,13 +229,7 @@ impl Slots {
 
     /// Forgets that an acknowledgement is waited for.
     fn give_up(&mut self, index: u32) {
-        let (ended, rest) = std::mem::take(&mut self.pending).into_iter().partition(|p: &Pending| p.index == index);
-        self.pending = rest;
-        for pending in ended {
-            if let Why::Longer(at, _) = pending.why {
-                self.room.free(at);
-            }
-        }
+        self.pending.retain(|pending| pending.index != index);
     }
 
     /// Takes the file out of the slot. A host process that waits for that goes on when it is dropped.
@@ -327,15 +320,16 @@ impl Slots {
     fn lengthen(&mut self, index: u32) {
         let Some(held) = self.known.get(&index).and_then(|slot| slot.held.as_ref()) else { return };
         let entry = self.pass.table.entry(index);
-        let more = entry.size > held.len && entry.is_live();
-        // As much again and no less: each time costs the guest a revocation.
-        let Some(len) = entry.size.checked_mul(2).and_then(|len| len.checked_next_multiple_of(RANGE)) else { return };
-        if !more {
+        let (at, len) = (held.at, held.len);
+        if entry.size <= len || !entry.is_live() {
             return;
         }
-        if let Some(at) = self.room.take(len) {
-            self.pend(index, Why::Longer(at, len));
+        let lens = lens(entry.size);
+        while !lens.into_iter().flatten().any(|len| self.room.would_fit(len, at)) {
+            let Some(evicted) = self.pass.nodes.lock().evict() else { return };
+            self.drop_slot(evicted);
         }
+        self.pend(index, Why::Longer);
     }
 
     /// Sees to what acknowledgements were waited for, and to what is due.
@@ -366,17 +360,19 @@ impl Slots {
                     self.gone(index);
                 }
             }
-            Why::Longer(at, len) => self.move_to(index, at, len),
+            Why::Longer => self.move_elsewhere(index),
         }
     }
 
-    /// Maps a file at another place.
-    fn move_to(&mut self, index: u32, at: u64, len: u64) {
+    /// Maps a file where there is room for all of it.
+    fn move_elsewhere(&mut self, index: u32) {
         let moved = self.known.get_mut(&index).and_then(|slot| Some((slot.node, slot.held.take()?)));
-        let Some((node, held)) = moved else { return self.room.free(at) };
+        let Some((node, held)) = moved else { return };
         self.shared.unmap(WHOLE_FILES, held.at, held.len, held.stand_in.as_fd(), 0);
         self.room.free(held.at);
-        if let Err(errno) = self.put(index, node, Held { at, len, ..held }) {
+        let size = self.pass.table.entry(index).size;
+        let put = self.reserve(size).and_then(|(at, len)| self.put(index, node, Held { at, len, ..held }));
+        if let Err(errno) = put {
             tracing::debug!(node, "not mapped again: {errno}");
             self.gone(index);
         }
@@ -487,4 +483,9 @@ impl Slots {
         let writable = self.pass.table.entry(index).flags & WRITABLE != 0;
         if writable { Ok(()) } else { Err(Errno::AGAIN) }
     }
+}
+
+/// How long a slot may be for a file of so many bytes: with room to grow by as much again, else by an eighth, else by nothing.
+fn lens(size: u64) -> [Option<u64>; 3] {
+    [size, size / 8, 0].map(|more| size.checked_add(more)?.max(1).checked_next_multiple_of(RANGE))
 }
