@@ -18,7 +18,7 @@ def run(*command, cwd=S, said=None, **options):
 
 
 # A write-ahead log, and the database read by mmap.
-SETTINGS = "PRAGMA journal_mode=wal; PRAGMA mmap_size=268435456; PRAGMA busy_timeout=60000;"
+SETTINGS = "PRAGMA busy_timeout=60000; PRAGMA journal_mode=wal; PRAGMA mmap_size=268435456;"
 ROWS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 5000)"
 
 
@@ -47,9 +47,10 @@ def sqlite():
         other.stdin.close()
     for other in others:
         said = other.stdout.read()
-        equal((other.wait(), "rror" in said), (0, False))
+        assert other.wait() == 0 and "rror" not in said, f"sqlite3: {said[-300:]}"
     sql("DELETE FROM t WHERE a % 3 = 0; PRAGMA wal_checkpoint(TRUNCATE);")
-    equal(sql("SELECT count(*), sum(a <= 5000) FROM t;")[0], "3534|3334")
+    # Of 5,000 and 2 times 100 rows, two thirds.
+    equal(sql("SELECT count(*), sum(a <= 5000) FROM t;")[0], "3467|3334")
     sql("VACUUM;")
     equal(sql("PRAGMA integrity_check;")[0], "ok")
     drop_caches()

@@ -3,9 +3,9 @@
 
 # Whatever its size, a file is passed through, unless a case says otherwise. 256M: its slots and the table.
 passthrough() {
-    [[ -n ${THRUWAY_GUEST_KERNEL-} ]] || "$root/guest-kernel/build"
+    "$root/guest-kernel/build"
     window_options=(--passthrough-window=256M,required --passthrough-min-size=0)
-    window_boot=(--kernel "${THRUWAY_GUEST_KERNEL:-$root/target/guest-kernel/bzImage}" "$@")
+    window_boot=(--kernel "$root/target/guest-kernel/bzImage" "$@")
 }
 
 case_passthrough_files() {
