@@ -1,11 +1,11 @@
-# shellcheck shell=bash disable=SC2154,SC2034  # case-dax.sh has window_case and its settings
+# shellcheck shell=bash disable=SC2154,SC2034,SC2054  # case-dax.sh has window_case and its settings
 # Window passthrough: files that a guest with the patches of guest-kernel/ reads, writes and maps in place, in QEMU.
 
 # Whatever its size, a file is passed through, unless a case says otherwise. 256M: its slots and the table.
 passthrough() {
     "$root/guest-kernel/build"
     window_options=(--passthrough-window=256M,required --passthrough-min-size=0)
-    window_boot=(--kernel "$root/target/guest-kernel/bzImage" "$@")
+    window_boot=(--kernel "$root/target/guest-kernel/bzImage")
 }
 
 case_passthrough_files() {
