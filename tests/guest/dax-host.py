@@ -164,7 +164,8 @@ def under_load(command):
     seen("the last contents", lambda: read(path), b"x" * 9000)
     seen("the last contents by mmap", lambda: read_mapped(path), b"x" * 9000)
     write(path, b"guest", flags=os.O_WRONLY)
-    equal(host("head -c 6 load"), "guestx")
+    # It may be a copy that is written to, for as long as the file's end is in a part that is mapped: 50 ms.
+    seen("what the guest writes then", lambda: host("head -c 6 load"), "guestx")
     host("rm load")
 
 
