@@ -62,13 +62,13 @@ case_passthrough_pjdfstest() {
     pjdfstest_check passthrough
 }
 
-# The stressors that work on files' contents; in a soak, five minutes in all.
+# The stressors that work on files' contents, five minutes in all in a soak; not fpunch, which fails on a tmpfs itself.
 case_passthrough_stress() {
     passthrough
     make_fast_share share
     window_daemon s "$work/share"
     start_window_guest stress --mem 1024 --fs "s=$work/sockets/s" "${window_boot[@]}" \
-        "$guest_dir/stress.sh" "$(pick 3 20)" hdd iomix mmap mremap msync fallocate fpunch seek readahead aio io-uring sendfile \
+        "$guest_dir/stress.sh" "$(pick 3 20)" hdd iomix mmap mremap msync fallocate seek readahead aio io-uring sendfile \
         copy-file sync-file splice
     finish_window_guest stress
     was_passed s
