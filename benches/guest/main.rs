@@ -108,7 +108,7 @@ fn measure(options: &Options) -> Result<Results> {
         versions: BTreeMap::new(),
     };
     for round in 1..=rounds {
-        for (table, contender, share) in turns(&shares) {
+        for (table, contender, share) in turns(&shares, round) {
             let turn = format!("round {round} of {rounds}, {}, {}", table.name, contender.name);
             println!("{turn} ...");
             let told = guest::run(table, contender, share.path(), seconds).map_err(|e| format!("{turn}: {e}"))?;
@@ -127,8 +127,11 @@ fn measure(options: &Options) -> Result<Results> {
     Ok(results)
 }
 
-/// Everybody's, in a round.
-fn turns(shares: &[TempDir]) -> impl Iterator<Item = (&'static Table, &'static Contender, &TempDir)> {
-    let tables = TABLES.iter().zip(shares);
-    tables.flat_map(|(table, share)| table.contenders.iter().map(move |contender| (table, contender, share)))
+/// Everybody's, in a round: each round begins with another contender, so that no place in it is always the same one's.
+fn turns(shares: &[TempDir], round: u32) -> impl Iterator<Item = (&'static Table, &'static Contender, &TempDir)> {
+    TABLES.iter().zip(shares).flat_map(move |(table, share)| {
+        let first = (round - 1) as usize % table.contenders.len();
+        let (later, sooner) = table.contenders.split_at(first);
+        sooner.iter().chain(later).map(move |contender| (table, contender, share))
+    })
 }
