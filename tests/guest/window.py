@@ -39,6 +39,36 @@ def host_number(command):
     return int(host(command))
 
 
+# Within this a guest sees what the host did, whatever it had mapped: the attributes' second, and what is mapped in place of
+# a truncated file's pages for 3 s.
+SEEN = 6
+# No guard may hold a host process for longer: its deadline of 2 s, and as much again for a busy machine.
+FROZEN = 4
+
+
+def host_file(name, size, seed=1):
+    """A new file of the host's in the place of an old one."""
+    write(f"{MEET}/new", pattern(size, seed))
+    host(f"cp ../meet/new {name}.new && mv {name}.new {name}")
+    time.sleep(SETTLED)
+    return f"{S}/{name}"
+
+
+def timed(command):
+    """On the host; it must not be held for long."""
+    took = float(host(f"TIMEFORMAT=%R; time {{ {command}; }}").split()[-1])
+    assert took < FROZEN, f"{command}: the host's process waited {took} s"
+    return took
+
+
+def seen(what, function, due):
+    start = time.monotonic()
+    while (got := function()) != due:
+        assert time.monotonic() - start < SEEN, f"{what}: {str(got)[:60]} where {str(due)[:60]} is due after {SEEN} s"
+        time.sleep(0.05)
+    print(f"ok {what} is seen after {time.monotonic() - start:.2f} s", flush=True)
+
+
 def mount(tag, mode=None):
     os.makedirs(f"/mnt/{tag}", exist_ok=True)
     options = ["-o", f"dax={mode}"] if mode else []
