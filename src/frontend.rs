@@ -334,11 +334,21 @@ impl Frontend {
 
     /// Makes the chain at `head` available, whatever it is, and notifies the device.
     pub fn push_raw(&self, queue: usize, head: u16) -> io::Result<()> {
+        self.offer(queue, &[head])?;
+        self.queues[queue].kick.write(1)
+    }
+
+    /// Makes chains available all at once, whatever they are, and notifies the device if it wants that.
+    pub fn offer(&self, queue: usize, heads: &[u16]) -> io::Result<()> {
         let q = &self.queues[queue];
         let mut driver = q.driver.lock();
-        driver.push(&self.mem, head)?;
-        self.publish(q, &mut driver)?;
-        q.kick.write(1)
+        heads.iter().try_for_each(|head| driver.push(&self.mem, *head))?;
+        self.publish(q, &mut driver)
+    }
+
+    /// The next entry of the used ring as it stands, if there is one.
+    pub fn poll_raw(&self, queue: usize) -> io::Result<Option<(u32, u32)>> {
+        self.queues[queue].driver.lock().poll(&self.mem)
     }
 
     /// The next entry of the used ring, (head, length), as it stands. Fails with ETIMEDOUT.

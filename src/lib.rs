@@ -3,6 +3,7 @@
 //! Calls go one way: [`device`] (virtqueues) → [`fuse`] (messages) → [`fs`] (the shared directory) → [`window`] (what of
 //! it is mapped into the guest).
 
+pub mod bench;
 pub mod cli;
 pub mod device;
 pub mod frontend;

@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use crate::host::{self, Result};
 use crate::plan::{Contender, Daemon, FIRST_OPEN, Job, Measure, SETUPMAPPING, SETUPMAPPING_LIVE, Table};
-use crate::series::{median, number};
+use thruway::bench::series::{median, number};
 
 /// Lines of a failed boot that are shown: its own message after the end of the daemon's log and of the console.
 const SHOWN: usize = 60;

@@ -1,11 +1,11 @@
 //! `make bench`: the same jobs in the same guests through several daemons, in turn.
 
+mod frontend;
 mod guest;
 mod host;
 mod plan;
 mod plot;
 mod report;
-mod series;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -16,7 +16,7 @@ use tempfile::TempDir;
 
 use host::Result;
 use plan::{Contender, FIRST_OPEN, SETUPMAPPING, TABLES, Table};
-use series::Series;
+use thruway::bench::series::Series;
 
 /// Compares daemons by what guests measure, and writes benchmarks.md with plots.
 #[derive(Parser)]
@@ -62,6 +62,8 @@ pub struct Results {
     facts: Vec<(&'static str, String)>,
     /// By the names of table, contender and job.
     figures: BTreeMap<[&'static str; 3], Series>,
+    /// By the tables of [`frontend`].
+    rows: Vec<Vec<thruway::bench::report::Row>>,
     /// What the guests of a table told of themselves.
     versions: BTreeMap<&'static str, BTreeMap<String, String>>,
 }
@@ -105,8 +107,14 @@ fn measure(options: &Options) -> Result<Results> {
         seconds,
         facts: host::facts()?,
         figures: BTreeMap::new(),
+        rows: Vec::new(),
         versions: BTreeMap::new(),
     };
+    for table in frontend::TABLES {
+        println!("{} ...", table.title);
+        let time = std::time::Duration::from_millis(if options.quick { 100 } else { 1000 });
+        results.rows.push(frontend::measure(table, rounds, time)?);
+    }
     for round in 1..=rounds {
         for (table, contender, share) in turns(&shares, round) {
             let turn = format!("round {round} of {rounds}, {}, {}", table.name, contender.name);

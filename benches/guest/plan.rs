@@ -79,31 +79,35 @@ pub const SETUPMAPPING_LIVE: std::ops::Range<u64> = 64..96;
 
 pub const TABLES: &[Table] = &[STOCK, PATCHED];
 
+const VIRTIOFSD: Contender =
+    Contender { name: "virtiofsd", daemon: Daemon::Virtiofsd, daemon_args: "", boot: &[], goals: &[] };
+
+const THRUWAYD: Contender =
+    Contender { name: "thruwayd", daemon: Daemon::Thruwayd, daemon_args: "", boot: &[], goals: &[Goal::NotBelow] };
+
+const DAX: Contender = Contender {
+    name: "thruwayd, DAX",
+    daemon: Daemon::Thruwayd,
+    daemon_args: "--dax-window 512M",
+    boot: &["--dax", "--mount-opts", "dax=always"],
+    // From issue 3.
+    goals: &[
+        Goal::Ratio("write", 12.0),
+        Goal::Ratio("read", 1.6),
+        Goal::Ratio("randread", 8.0),
+        Goal::Ratio("randwrite", 10.0),
+        Goal::Ratio("mmap-randread", 50.0),
+        Goal::AtMost(SETUPMAPPING, 1000.0),
+    ],
+};
+
 const STOCK: Table = Table {
     name: "qemu",
     title: "QEMU guest with one CPU",
     boot: &["--kind", "qemu"],
     // The targets', and room for the ranges that `first-touch.py` touches.
     file_mib: 256,
-    contenders: &[
-        Contender { name: "virtiofsd", daemon: Daemon::Virtiofsd, daemon_args: "", boot: &[], goals: &[] },
-        Contender { name: "thruwayd", daemon: Daemon::Thruwayd, daemon_args: "", boot: &[], goals: &[Goal::NotBelow] },
-        Contender {
-            name: "thruwayd, DAX",
-            daemon: Daemon::Thruwayd,
-            daemon_args: "--dax-window 512M",
-            boot: &["--dax", "--mount-opts", "dax=always"],
-            // From issue 3.
-            goals: &[
-                Goal::Ratio("write", 12.0),
-                Goal::Ratio("read", 1.6),
-                Goal::Ratio("randread", 8.0),
-                Goal::Ratio("randwrite", 10.0),
-                Goal::Ratio("mmap-randread", 50.0),
-                Goal::AtMost(SETUPMAPPING, 1000.0),
-            ],
-        },
-    ],
+    contenders: &[VIRTIOFSD, THRUWAYD, DAX],
     jobs: &[
         fio("write", "write 4k, sequential", "--rw=write --bs=4k --ioengine=psync"),
         fio("read", "read 4k, sequential", "--rw=read --bs=4k --ioengine=psync"),
@@ -142,15 +146,9 @@ const PATCHED: Table = Table {
     boot: &["--kind", "qemu", "--mem", "3072", "--kernel", "target/guest-kernel/bzImage"],
     file_mib: 1024,
     contenders: &[
-        Contender { name: "virtiofsd", daemon: Daemon::Virtiofsd, daemon_args: "", boot: &[], goals: &[] },
-        Contender { name: "thruwayd", daemon: Daemon::Thruwayd, daemon_args: "", boot: &[], goals: &[Goal::NotBelow] },
-        Contender {
-            name: "thruwayd, DAX",
-            daemon: Daemon::Thruwayd,
-            daemon_args: "--dax-window 512M",
-            boot: &["--dax", "--mount-opts", "dax=always"],
-            goals: &[],
-        },
+        VIRTIOFSD,
+        THRUWAYD,
+        Contender { goals: &[], ..DAX },
         Contender {
             name: "thruwayd, passthrough",
             daemon: Daemon::Thruwayd,

@@ -6,10 +6,12 @@ use std::io::ErrorKind;
 use std::path::PathBuf;
 
 use crate::Results;
+use crate::frontend;
 use crate::host::Result;
 use crate::plan::{Contender, FIRST_OPEN, Goal, Job, SETUPMAPPING, SETUPMAPPING_LIVE, TABLES, Table};
 use crate::plot;
-use crate::series::{Series, number};
+use thruway::bench::report::markdown;
+use thruway::bench::series::{Series, number};
 
 /// What is between these is ours, the rest of the file its readers'.
 const BEGIN: &str = "<!-- make bench writes from here -->\n";
@@ -45,6 +47,9 @@ impl Page {
 
 fn generated(results: &Results) -> String {
     let mut text = how(results);
+    for (table, rows) in frontend::TABLES.iter().zip(&results.rows) {
+        let _ = write!(text, "\n## {}\n\n{}", table.title, frontend::text(table, rows));
+    }
     for table in TABLES {
         let _ = write!(text, "\n## {}\n\n{}{}", table.title, versions(results, table), table_text(results, table));
         let _ = writeln!(text, "\n![{}](plots/{})", table.title, plot::file_name(table));
@@ -54,7 +59,9 @@ fn generated(results: &Results) -> String {
 
 /// For the terminal.
 pub fn tables(results: &Results) -> String {
-    TABLES.iter().map(|table| format!("{}\n{}", table.title, table_text(results, table))).collect()
+    let frontend = frontend::TABLES.iter().zip(&results.rows);
+    let frontend = frontend.map(|(table, rows)| format!("{}\n{}", table.title, frontend::text(table, rows)));
+    frontend.chain(TABLES.iter().map(|table| format!("{}\n{}", table.title, table_text(results, table)))).collect()
 }
 
 fn how(results: &Results) -> String {
@@ -80,6 +87,10 @@ To repeat it, as root on a machine that does nothing else: `make bench`, or `mak
 - *first touch* reads a byte in each of 96 ranges of 2 MiB by mmap and takes the median of the last 32: with a DAX window a
   SETUPMAPPING with 64 to 95 live mappings and the page fault, without one a read with its readahead. SETUPMAPPING
   itself is measured in the daemon, until the mapping is in the guest's memory.
+
+- *Without a guest*, a frontend in one process with `thruway-bench` plays it: one queue, so many operations at a time as the
+  depth says. virtiofsd has its turns with a thread pool of 0 and of 4, and the better one counts. A ratio of ops/s is above 1
+  where thruwayd is better, those of CPU time per request and of the 99th percentile are below 1.
 
 A guest under emulation (accelerator: tcg) bounds what is to be seen: fio itself needs 12 to 15 µs there for a 4k call, so
 that little but mmap can be above 80,000 IOPS, and the guest's part of a request weighs more than on a real CPU. Expect other
@@ -184,21 +195,4 @@ fn ratio_cell(results: &Results, table: &Table, contender: &Contender, job: &Job
 fn is_below(mine: &Series, base: &Series, ratio: &Series, job: &Job) -> bool {
     let apart = if job.measure.more_is_better() { mine.max() < base.min() } else { mine.min() > base.max() };
     apart && ratio.median() < 1.0 - NOISE
-}
-
-/// Its columns are of one width, for those who read it as text.
-fn markdown(rows: &[Vec<String>]) -> String {
-    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
-    let mut text = String::new();
-    for (number, row) in rows.iter().enumerate() {
-        for (column, cell) in row.iter().enumerate() {
-            let _ = write!(text, "| {cell:0$} ", width(column));
-        }
-        text += "|\n";
-        if number == 0 {
-            let rules = (0..row.len()).map(|column| format!("| {} ", "-".repeat(width(column))));
-            text.extend(rules.chain(["|\n".to_owned()]));
-        }
-    }
-    text
 }

@@ -2,12 +2,17 @@
 
 use std::fmt;
 
+/// The values, round by round.
 #[derive(Clone, Default)]
 pub struct Series(Vec<f64>);
 
 impl Series {
     pub fn push(&mut self, value: f64) {
         self.0.push(value);
+    }
+
+    pub fn values(&self) -> &[f64] {
+        &self.0
     }
 
     pub fn median(&self) -> f64 {
@@ -30,14 +35,20 @@ impl Series {
 
 impl fmt::Display for Series {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if let [only] = self.0[..] {
-            return f.write_str(&number(only));
+        match self.0[..] {
+            [] => return f.write_str("-"),
+            [only] => return f.write_str(&number(only)),
+            _ => {}
         }
         write!(f, "{} ({}–{})", number(self.median()), number(self.min()), number(self.max()))
     }
 }
 
+/// NaN of none.
 pub fn median(values: &[f64]) -> f64 {
+    if values.is_empty() {
+        return f64::NAN;
+    }
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
     let middle = sorted.len() / 2;

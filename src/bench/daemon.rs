@@ -1,0 +1,150 @@
+//! Daemons under test, and what they spend.
+
+use std::fs;
+use std::ops::Sub;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+
+use super::Result;
+
+/// How long a daemon may take to make its socket.
+const START: Duration = Duration::from_secs(10);
+/// How long it may take to end when its frontend is gone.
+const END: Duration = Duration::from_secs(5);
+
+/// A daemon that serves a directory of its own, or one that somebody else has started.
+pub struct Daemon {
+    socket: PathBuf,
+    child: Option<Child>,
+    /// With the socket, the log and the share.
+    _dir: Option<TempDir>,
+}
+
+impl Daemon {
+    /// Runs a shell command in which `{socket}` stands for the socket that it is to make and `{share}` for the directory
+    /// that it is to serve, which lies in memory.
+    ///
+    /// # Errors
+    /// What is wrong, with the command's own words.
+    pub fn start(command: &str) -> Result<Self> {
+        for part in ["{socket}", "{share}"] {
+            if !command.contains(part) {
+                return Err(format!(
+                    "the command lacks {part}: thruwayd --socket-path {{socket}} --shared-dir {{share}}"
+                ));
+            }
+        }
+        let dir = tempfile::Builder::new().prefix("thruway-bench.").tempdir_in("/dev/shm");
+        let dir = dir.map_err(|e| format!("cannot make a directory in /dev/shm: {e}"))?;
+        let (socket, share, log) = (dir.path().join("socket"), dir.path().join("share"), dir.path().join("log"));
+        let made = fs::create_dir(&share).and_then(|()| fs::File::create(&log));
+        let output = made.map_err(|e| format!("cannot write to {}: {e}", dir.path().display()))?;
+        let line =
+            command.replace("{socket}", &socket.display().to_string()).replace("{share}", &share.display().to_string());
+        let copy = output.try_clone().map_err(|e| e.to_string())?;
+        let child = Command::new("sh")
+            .args(["-c", &format!("exec {line}")])
+            .stdin(Stdio::null())
+            .stdout(copy)
+            .stderr(output)
+            .spawn()
+            .map_err(|e| format!("cannot run '{line}': {e}"))?;
+        let mut daemon = Self { socket, child: Some(child), _dir: Some(dir) };
+        daemon
+            .await_socket()
+            .map_err(|e| format!("{line}: {e}\n{}", fs::read_to_string(log).unwrap_or_default().trim_end()))?;
+        Ok(daemon)
+    }
+
+    /// The daemon that listens at `socket`.
+    pub fn join(socket: PathBuf) -> Self {
+        Self { socket, child: None, _dir: None }
+    }
+
+    pub fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    fn await_socket(&mut self) -> Result<()> {
+        let end = Instant::now() + START;
+        while !self.socket.exists() {
+            if let Some(status) = self.child.as_mut().and_then(|child| child.try_wait().ok().flatten()) {
+                return Err(format!("it ended ({status})"));
+            }
+            if Instant::now() > end {
+                return Err(format!("no socket after {} s", START.as_secs()));
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        // Between its bind(2) and its listen(2).
+        std::thread::sleep(Duration::from_millis(50));
+        Ok(())
+    }
+
+    /// What it has spent so far; `None` for one that was joined.
+    pub fn usage(&self) -> Option<Usage> {
+        let mut all = Usage::default();
+        all.add_tree(self.child.as_ref()?.id());
+        Some(all)
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let Some(child) = &mut self.child else { return };
+        let end = Instant::now() + END;
+        while matches!(child.try_wait(), Ok(None)) && Instant::now() < end {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let _ = child.kill();
+        let _ = child.wait();
+    }
+}
+
+/// What a process and those below it have spent.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Usage {
+    pub cpu_seconds: f64,
+    pub context_switches: u64,
+}
+
+impl Usage {
+    fn add_tree(&mut self, pid: u32) {
+        self.cpu_seconds += cpu_seconds(pid).unwrap_or(0.0);
+        let Ok(tasks) = fs::read_dir(format!("/proc/{pid}/task")) else { return };
+        for task in tasks.flatten() {
+            self.context_switches += context_switches(&task.path().join("status")).unwrap_or(0);
+            let children = fs::read_to_string(task.path().join("children")).unwrap_or_default();
+            children.split_whitespace().filter_map(|child| child.parse().ok()).for_each(|child| self.add_tree(child));
+        }
+    }
+}
+
+impl Sub for Usage {
+    type Output = Self;
+
+    fn sub(self, before: Self) -> Self {
+        Self {
+            cpu_seconds: self.cpu_seconds - before.cpu_seconds,
+            context_switches: self.context_switches.saturating_sub(before.context_switches),
+        }
+    }
+}
+
+/// utime and stime of proc_pid_stat(5), threads that have ended included.
+fn cpu_seconds(pid: u32) -> Option<f64> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name, in parentheses, may hold anything.
+    let mut fields = stat.rsplit_once(')')?.1.split_whitespace().skip(11);
+    let ticks: f64 = fields.next()?.parse::<f64>().ok()? + fields.next()?.parse::<f64>().ok()?;
+    Some(ticks / rustix::param::clock_ticks_per_second() as f64)
+}
+
+fn context_switches(status: &Path) -> Option<u64> {
+    let status = fs::read_to_string(status).ok()?;
+    let counts = status.lines().filter(|line| line.contains("voluntary_ctxt_switches:"));
+    counts.map(|line| line.split_whitespace().nth(1)?.parse::<u64>().ok()).sum()
+}

@@ -1,0 +1,242 @@
+//! What `thruway-bench` does: drives virtio-fs daemons over their sockets, with no VM, and measures them.
+
+pub mod daemon;
+pub mod report;
+pub mod series;
+mod slots;
+mod workload;
+
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::{Duration, Instant};
+
+use hdrhistogram::Histogram;
+
+use crate::frontend::{Frontend, Options};
+use daemon::{Daemon, Usage};
+use slots::{Forgets, Slots};
+use workload::{Lane, Progress, Share};
+
+pub use workload::{NAMES, is_workload};
+
+/// The error is the one line for the user.
+pub type Result<T> = std::result::Result<T, String>;
+
+/// FUSE_INIT flags of Linux 7.2 on virtio-fs without DAX (fs/fuse/inode.c, fuse_new_init): of the first word all up to
+/// INIT_EXT but FILE_OPS and MAP_ALIGNMENT; of the second SECURITY_CTX, CREATE_SUPP_GROUP, HAS_EXPIRE_ONLY,
+/// DIRECT_IO_ALLOW_MMAP, PASSTHROUGH, NO_EXPORT_SUPPORT, HAS_RESEND, ALLOW_IDMAP and REQUEST_TIMEOUT.
+const LINUX_FLAGS: u64 = 0x7fff_ffff & !(1 << 2 | 1 << 26)
+    | 1 << 32
+    | 1 << 34
+    | 1 << 35
+    | 1 << 36
+    | 1 << 37
+    | 1 << 38
+    | 1 << 39
+    | 1 << 40
+    | 1 << 42;
+
+/// Descriptors per queue: QEMU's largest, with which a request carries 1 MiB in pages.
+const QUEUE_SIZE: u16 = 1024;
+
+/// Memory of a queue besides its slots, in bytes: the rings, and requests of 1 MiB that prepare a workload.
+const SLACK: usize = 8 << 20;
+
+/// How to measure.
+#[derive(Clone, Copy, Debug)]
+pub struct Plan {
+    /// Request queues, each driven by a thread.
+    pub queues: usize,
+    /// Operations under way at a time on each queue.
+    pub depth: usize,
+    pub warm_up: Duration,
+    pub time: Duration,
+}
+
+/// What was measured of a workload.
+pub struct Measured {
+    pub seconds: f64,
+    /// Operations; entries, where the workload lists.
+    pub ops: u64,
+    pub requests: u64,
+    pub bytes: u64,
+    /// Of an operation, in ns.
+    pub latency: Histogram<u64>,
+    /// The daemon's; `None` where its process is not known.
+    pub usage: Option<Usage>,
+}
+
+/// A daemon that serves a share, and the guest that it serves.
+pub struct Session {
+    frontend: Frontend,
+    share: Share,
+    slots: Vec<Slots>,
+    forgets: Forgets,
+    daemon: Daemon,
+}
+
+impl Session {
+    /// Connects to a daemon, opens a FUSE session as Linux does, and prepares for up to `depth` operations at a time.
+    ///
+    /// # Errors
+    /// What is wrong, in one line.
+    pub fn open(daemon: Daemon, queues: usize, depth: usize) -> Result<Self> {
+        let share = (depth * slots::SLOT_SIZE + SLACK).next_multiple_of(2 << 20);
+        let options = Options {
+            queues: queues + 1,
+            queue_size: QUEUE_SIZE,
+            mem_size: share * (queues + 1),
+            ..Options::default()
+        };
+        let failed = |e| format!("{}: cannot connect: {e}", daemon.socket().display());
+        let frontend = Frontend::connect(daemon.socket(), options).map_err(failed)?;
+        frontend.fuse_init(LINUX_FLAGS).map_err(|errno| format!("INIT failed: {}", errno_text(errno)))?;
+        let open = |e| format!("cannot lay out guest memory: {e}");
+        let slots = (1..=queues)
+            .map(|queue| Slots::new(&frontend, queue, depth))
+            .collect::<std::io::Result<_>>()
+            .map_err(open)?;
+        let forgets = Forgets::new(&frontend).map_err(open)?;
+        let share = Share::make(&frontend)?;
+        Ok(Self { frontend, share, slots, forgets, daemon })
+    }
+
+    /// Measures the workload of this name, one of [`NAMES`] or an I/O pattern.
+    ///
+    /// # Errors
+    /// A request that failed, or a daemon that is gone.
+    pub fn measure(&mut self, name: &str, plan: &Plan) -> Result<Measured> {
+        let mut lanes = workload::lanes(name, &self.frontend, &mut self.share, plan.queues * plan.depth)?;
+        let phase = AtomicU8::new(WARM_UP);
+        let (frontend, forgets) = (&self.frontend, &self.forgets);
+        std::thread::scope(|scope| {
+            let mut workers = Vec::new();
+            for slots in self.slots.iter_mut().take(plan.queues) {
+                let mine: Vec<_> = lanes.drain(..plan.depth).collect();
+                let phase = &phase;
+                workers.push(scope.spawn(move || {
+                    drive(frontend, slots, forgets, mine, phase).inspect_err(|_| phase.store(OVER, Ordering::Relaxed))
+                }));
+            }
+            wait(&phase, plan.warm_up);
+            let (before, start) = (self.daemon.usage(), Instant::now());
+            let _ = phase.compare_exchange(WARM_UP, MEASURE, Ordering::Relaxed, Ordering::Relaxed);
+            wait(&phase, plan.time);
+            phase.store(OVER, Ordering::Relaxed);
+            let (after, seconds) = (self.daemon.usage(), start.elapsed().as_secs_f64());
+            let mut all = Tally::new();
+            for worker in workers {
+                all.add(worker.join().unwrap_or_else(|_| Err("a worker panicked".into()))?);
+            }
+            if all.ops == 0 {
+                return Err(format!("{name}: no operation was done in {seconds:.1} s: give more --seconds"));
+            }
+            let Tally { ops, requests, bytes, latency } = all;
+            let usage = after.zip(before).map(|(after, before)| after - before);
+            Ok(Measured { seconds, ops, requests, bytes, latency, usage })
+        })
+    }
+
+    /// Removes what was made in the share.
+    pub fn close(mut self) -> Result<()> {
+        self.share.remove(&self.frontend)
+    }
+}
+
+/// What the workers do: nothing is counted, all is, or they come to an end.
+const WARM_UP: u8 = 0;
+const MEASURE: u8 = 1;
+const OVER: u8 = 2;
+
+/// Returns sooner if a worker has failed.
+fn wait(phase: &AtomicU8, time: Duration) {
+    let end = Instant::now() + time;
+    while phase.load(Ordering::Relaxed) != OVER {
+        let left = end.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return;
+        }
+        std::thread::sleep(left.min(Duration::from_millis(50)));
+    }
+}
+
+struct Tally {
+    ops: u64,
+    requests: u64,
+    bytes: u64,
+    latency: Histogram<u64>,
+}
+
+impl Tally {
+    fn new() -> Self {
+        // Up to a minute, to three digits.
+        let latency =
+            Histogram::new_with_bounds(1, 60_000_000_000, 3).unwrap_or_else(|_| unreachable!("the bounds are good"));
+        Self { ops: 0, requests: 0, bytes: 0, latency }
+    }
+
+    fn add(&mut self, other: Self) {
+        self.ops += other.ops;
+        self.requests += other.requests;
+        self.bytes += other.bytes;
+        let _ = self.latency.add(other.latency);
+    }
+}
+
+/// Keeps each lane's operations going on one queue until the run is over and the last ones are done.
+fn drive(
+    frontend: &Frontend,
+    slots: &mut Slots,
+    forgets: &Forgets,
+    mut lanes: Vec<Lane>,
+    phase: &AtomicU8,
+) -> Result<Tally> {
+    let lost = |e: std::io::Error| format!("the daemon does not answer: {e}");
+    let (mut tally, mut forgotten, mut seen) = (Tally::new(), Vec::new(), WARM_UP);
+    for (at, lane) in lanes.iter_mut().enumerate() {
+        lane.started = Instant::now();
+        slots.submit(frontend, at, |ask| lane.script.next(ask)).map_err(lost)?;
+    }
+    slots.publish(frontend).map_err(lost)?;
+    let mut busy = lanes.len();
+    while busy > 0 {
+        let mut next = Some(slots.wait(frontend).map_err(lost)?);
+        while let Some((at, len)) = next {
+            let now = phase.load(Ordering::Relaxed);
+            if now != seen && seen == WARM_UP {
+                tally = Tally::new();
+            }
+            seen = now;
+            let lane = &mut lanes[at];
+            let reply = slots.reply(frontend, at, len).map_err(|e| format!("{}: {e}", lane.name))?;
+            tally.requests += 1;
+            let progress = lane.script.done(&reply, &mut forgotten).map_err(|e| format!("{}: {e}", lane.name))?;
+            let mut go_on = true;
+            if let Progress::Done { units, bytes } = progress {
+                if lane.counts && seen != OVER {
+                    tally.ops += units;
+                    tally.bytes += bytes;
+                    let ns = lane.started.elapsed().as_nanos() as u64;
+                    tally.latency.saturating_record(ns.max(1));
+                }
+                go_on = seen != OVER;
+                lane.started = Instant::now();
+            }
+            if go_on {
+                slots.submit(frontend, at, |ask| lane.script.next(ask)).map_err(lost)?;
+            } else {
+                busy -= 1;
+            }
+            next = slots.poll(frontend).map_err(lost)?;
+        }
+        slots.publish(frontend).map_err(lost)?;
+        if forgotten.len() >= slots::FORGETS {
+            forgets.send(frontend, &mut forgotten).map_err(lost)?;
+        }
+    }
+    forgets.send(frontend, &mut forgotten).map_err(lost)?;
+    Ok(tally)
+}
+
+fn errno_text(errno: i32) -> String {
+    std::io::Error::from_raw_os_error(errno).to_string()
+}

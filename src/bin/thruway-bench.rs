@@ -1,0 +1,143 @@
+//! Measures virtio-fs daemons without a VM: plays the guest over vhost-user.
+
+use std::io::IsTerminal;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::Parser;
+use indicatif::{ProgressBar, ProgressStyle};
+use thruway::bench::daemon::Daemon;
+use thruway::bench::report::{self, Figures, Row};
+use thruway::bench::{NAMES, Plan, Result, Session, is_workload};
+
+/// Measures virtio-fs daemons without a VM
+///
+/// A COMMAND starts a daemon: in it, {socket} stands for the socket that it is to make and {share} for the directory that it is
+/// to serve, which lies in memory. For example 'thruwayd --socket-path {socket} --shared-dir {share} --sandbox none'.
+#[derive(Parser)]
+#[command(name = "thruway-bench", version)]
+struct Options {
+    /// Start this daemon and measure it
+    #[arg(value_name = "COMMAND", required_unless_present_any = ["socket", "compare"])]
+    command: Option<String>,
+
+    /// Measure a daemon that is there already; it must serve one frontend after the other or be started anew
+    #[arg(long, value_name = "PATH", conflicts_with = "command")]
+    socket: Option<PathBuf>,
+
+    /// Start two daemons, measure them by turns, and tell the ratios
+    #[arg(long, num_args = 2, value_names = ["COMMAND", "COMMAND"], conflicts_with_all = ["command", "socket"])]
+    compare: Option<Vec<String>>,
+
+    /// What to ask for, or an I/O pattern: read, write, randread or randwrite with a size up to 1m, such as randread-4k
+    #[arg(long, value_name = "NAME", value_delimiter = ',', value_parser = parse_workload,
+          default_values_t = NAMES[..NAMES.len() - 1].iter().map(|name| (*name).to_owned()))]
+    workload: Vec<String>,
+
+    /// Request queues, each driven by a thread
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=63))]
+    queues: u8,
+
+    /// Operations under way at a time on each queue
+    #[arg(long, value_delimiter = ',', default_values_t = [1], value_parser = clap::value_parser!(u8).range(1..=128))]
+    depth: Vec<u8>,
+
+    /// How long to measure each workload
+    #[arg(long, default_value_t = 2.0, value_parser = parse_seconds)]
+    seconds: f64,
+
+    /// How long to run before that
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.3, value_parser = parse_seconds)]
+    warm_up: f64,
+
+    /// How often; with --compare the daemons take turns
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: u32,
+
+    /// Tell all figures as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+fn parse_workload(name: &str) -> Result<String> {
+    match is_workload(name) {
+        true => Ok(name.into()),
+        false => Err(format!("there are {} and patterns such as randread-4k", NAMES.join(", "))),
+    }
+}
+
+fn parse_seconds(text: &str) -> Result<f64> {
+    match text.parse() {
+        Ok(seconds) if (0.0..=3600.0).contains(&seconds) => Ok(seconds),
+        _ => Err("give a number of seconds, 0 to 3600".into()),
+    }
+}
+
+fn main() -> ExitCode {
+    match run(&Options::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("thruway-bench: {e}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(options: &Options) -> Result<()> {
+    let (daemons, names) = daemons(options)?;
+    let deepest = options.depth.iter().copied().max().unwrap_or(1);
+    let open = |daemon| Session::open(daemon, options.queues.into(), deepest.into());
+    let mut sessions = daemons.into_iter().map(open).collect::<Result<Vec<_>>>()?;
+    let bar = progress(options, sessions.len());
+    let mut rows = Vec::new();
+    for depth in &options.depth {
+        for workload in &options.workload {
+            let depth = usize::from(*depth);
+            let time = Duration::from_secs_f64(options.seconds);
+            let plan =
+                Plan { queues: options.queues.into(), depth, warm_up: Duration::from_secs_f64(options.warm_up), time };
+            let mut figures: Vec<Figures> = sessions.iter().map(|_| Figures::default()).collect();
+            for _ in 0..options.rounds {
+                for (session, figures) in sessions.iter_mut().zip(&mut figures) {
+                    bar.set_message(format!("{workload}, depth {depth}"));
+                    figures.push(&session.measure(workload, &plan)?);
+                    bar.inc(1);
+                }
+            }
+            rows.push(Row { workload: workload.clone(), depth, figures });
+        }
+    }
+    bar.finish_and_clear();
+    sessions.into_iter().try_for_each(Session::close)?;
+    match (options.json, &options.compare) {
+        (true, _) => println!("{:#}", report::json(&names, &rows)),
+        (false, Some(_)) => {
+            for (letter, name) in ["A", "B"].iter().zip(&names) {
+                println!("{letter}: {name}");
+            }
+            print!("\n{}", report::comparison(&rows));
+        }
+        (false, None) => print!("{}", report::table(&rows)),
+    }
+    Ok(())
+}
+
+/// The daemons, and how they are called.
+fn daemons(options: &Options) -> Result<(Vec<Daemon>, Vec<String>)> {
+    if let Some(socket) = &options.socket {
+        return Ok((vec![Daemon::join(socket.clone())], vec![socket.display().to_string()]));
+    }
+    let commands: Vec<String> = options.compare.iter().flatten().chain(&options.command).cloned().collect();
+    let daemons = commands.iter().map(|command| Daemon::start(command)).collect::<Result<_>>()?;
+    Ok((daemons, commands))
+}
+
+fn progress(options: &Options, daemons: usize) -> ProgressBar {
+    if !std::io::stderr().is_terminal() {
+        return ProgressBar::hidden();
+    }
+    let steps = options.depth.len() * options.workload.len() * options.rounds as usize * daemons;
+    let style = ProgressStyle::with_template("{bar:30} {pos}/{len} {msg}, {eta} left");
+    ProgressBar::new(steps as u64).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+}

@@ -1,0 +1,61 @@
+//! `thruway-bench` against the daemon: each workload runs, and what it tells can be read.
+
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+const DAEMON: &str = concat!(
+    env!("CARGO_BIN_EXE_thruwayd"),
+    " --socket-path {socket} --shared-dir {share} --sandbox none --seccomp none --log-level error"
+);
+
+fn bench(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_thruway-bench")).args(arguments).output().unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+#[test]
+fn every_workload_runs() {
+    let short = ["--seconds", "0.05", "--warm-up", "0.01", "--queues", "2", "--depth", "1,5", "--workload"];
+    let all = "getattr,lookup,lookup-new,open,create,statfs,fsync,compile,read-4k,randwrite-128k,write-1m";
+    // One operation is the whole listing.
+    let long = ["--seconds", "0.5", "--workload", "readdirplus"];
+    for (arguments, count) in [([&short[..], &[all]].concat(), 22), (long.to_vec(), 1)] {
+        let output = bench(&[&arguments[..], &["--rounds", "1", "--json", DAEMON]].concat());
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let json: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let rows = json["rows"].as_array().unwrap();
+        assert_eq!(rows.len(), count);
+        for row in rows {
+            assert!(row["figures"][0]["ops_per_second"][0].as_f64().unwrap() > 0.0, "{row}");
+            assert!(row["figures"][0]["p99_us"][0].as_f64().unwrap() > 0.0, "{row}");
+        }
+    }
+}
+
+#[test]
+fn two_daemons_are_compared() {
+    let arguments = ["--seconds", "0.05", "--rounds", "2", "--depth", "8", "--workload", "getattr-beside-write"];
+    let output = bench(&[&arguments[..], &["--compare", DAEMON, DAEMON]].concat());
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let table = text(&output.stdout);
+    assert!(table.contains("| getattr-beside-write, depth 8 |"), "{table}");
+}
+
+#[test]
+fn what_cannot_be_measured_is_refused_in_one_line() {
+    for (arguments, said) in [
+        (&["true {socket}"][..], "{share}"),
+        (&["false {socket} {share}"], "it ended"),
+        (&["--socket", "/nonexistent"], "cannot connect"),
+        (&["--workload", "getattr-beside-write", DAEMON], "--depth 5"),
+        (&["--workload", "sleep", DAEMON], "randread-4k"),
+    ] {
+        let output = bench(arguments);
+        let error = text(&output.stderr);
+        assert!(!output.status.success() && error.contains(said), "{arguments:?}: {error}");
+    }
+}
