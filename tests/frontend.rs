@@ -126,7 +126,7 @@ impl Daemon {
         let path = std::env::temp_dir().join(format!("thruway-test-{}-{number}", std::process::id()));
         let listener = UnixListener::bind(&path).unwrap();
         let handler = Arc::new(Stub::default());
-        let options = device::Options { tag: tag.map(str::to_owned), request_queues, keep_alive, window: None };
+        let options = device::Options { tag: tag.map(str::to_owned), request_queues, keep_alive, ..Default::default() };
         let served = handler.clone();
         let thread = thread::spawn(move || device::serve(listener, served, options));
         Self { path, handler, thread }
@@ -216,12 +216,11 @@ fn options_are_checked() {
     };
     let handler = Arc::new(Stub::default());
     for (n, request_queues) in [0, 64].into_iter().enumerate() {
-        let options = device::Options { tag: None, request_queues, keep_alive: false, window: None };
+        let options = device::Options { request_queues, ..Default::default() };
         assert!(matches!(device::serve(listen(n), handler.clone(), options), Err(Error::RequestQueues(_))));
     }
     for (n, len) in [0, 37].into_iter().enumerate() {
-        let options =
-            device::Options { tag: Some("x".repeat(len)), request_queues: 1, keep_alive: false, window: None };
+        let options = device::Options { tag: Some("x".repeat(len)), ..Default::default() };
         assert!(matches!(device::serve(listen(9 + n), handler.clone(), options), Err(Error::Tag(_))));
     }
 }

@@ -27,7 +27,7 @@ fn count(what: &str) -> usize {
 fn connections_leave_nothing_behind() {
     let path = std::env::temp_dir().join(format!("thruway-leaks-{}", std::process::id()));
     let listener = UnixListener::bind(&path).unwrap();
-    let options = device::Options { tag: None, request_queues: 7, keep_alive: true, window: None };
+    let options = device::Options { request_queues: 7, keep_alive: true, ..Default::default() };
     thread::spawn(|| device::serve(listener, Arc::new(Nothing), options));
     let before = settled();
     for _ in 0..20 {

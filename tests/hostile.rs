@@ -33,7 +33,7 @@ impl Guest {
         let config = Config { posix_lock: true, ..Default::default() };
         let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), config).unwrap();
         let listener = UnixListener::bind(dir.path().join("socket")).unwrap();
-        let options = device::Options { tag: None, request_queues: 2, keep_alive: false, window: None };
+        let options = device::Options { request_queues: 2, ..Default::default() };
         std::thread::spawn(move || device::serve(listener, Arc::new(Server::new(fs)), options));
         let options = Options { queues: 3, ..Default::default() };
         let frontend = Frontend::connect(&dir.path().join("socket"), options).unwrap();

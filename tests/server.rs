@@ -69,7 +69,8 @@ impl Guest {
         match self.server.handle(&mut self.work) {
             Outcome::Replied(n) => Some(n),
             Outcome::Silent => None,
-            Outcome::Deferred(wait) => Some(wait().len()),
+            Outcome::Deferred(wait) | Outcome::Slow(wait) => Some(wait().len()),
+            Outcome::Read(read) => Some(read.wait().len()),
             Outcome::Handed(_) => unreachable!("there is no window"),
         }
     }
@@ -122,6 +123,39 @@ fn the_hot_path_allocates_nothing_once_warm() {
         }
         assert_eq!(COUNT.get() - before, 0, "{inode_file_handles:?}");
     }
+}
+
+/// Data lies where the server may not touch it; what it moves by itself would not arrive.
+#[test]
+fn data_is_moved_by_system_calls_alone() {
+    let mut guest = Guest::new(Config::default());
+    std::fs::write(guest.dir.path().join("file"), vec![7; 1 << 16]).unwrap();
+    let node = guest.lookup(b"file\0");
+    let open = OpenIn { flags: libc::O_RDWR as u32, open_flags: 0 };
+    let out = guest.call(Opcode::Open, node, &[open.as_bytes()]).unwrap();
+    let fh = OpenOut::read_from_prefix(out).unwrap().0.fh;
+    let read = ReadIn { fh, size: 1 << 16, ..Default::default() };
+    let write = WriteIn { fh, offset: 1 << 16, size: 1 << 16, ..Default::default() };
+    let mut data = vec![0u8; 1 << 16];
+    for (opcode, args) in [(Opcode::Read, read.as_bytes()), (Opcode::Write, write.as_bytes())] {
+        let sent = if opcode == Opcode::Write { data.len() } else { 0 };
+        let len = (40 + args.len() + sent) as u32;
+        let header = InHeader { len, opcode: opcode as u32, unique: 9, nodeid: node, ..Default::default() };
+        let mut head = [header.as_bytes(), args].concat();
+        let mut reply = [0u8; 24];
+        guest.work.readable.clear();
+        guest.work.writable.clear();
+        // SAFETY: the buffers stay as they are until the request is served.
+        unsafe {
+            guest.work.readable.push(head.as_mut_ptr(), head.len(), true);
+            guest.work.readable.push(data.as_mut_ptr(), sent, false);
+            guest.work.writable.push(reply.as_mut_ptr(), if sent > 0 { 24 } else { 16 }, true);
+            guest.work.writable.push(data.as_mut_ptr(), data.len() - sent, false);
+        }
+        assert!(matches!(guest.server.handle(&mut guest.work), Outcome::Replied(_)));
+        assert_eq!(OutHeader::ref_from_prefix(&reply).unwrap().0.error, 0);
+    }
+    assert_eq!(std::fs::read(guest.dir.path().join("file")).unwrap(), [7; 1 << 17]);
 }
 
 #[test]

@@ -64,7 +64,7 @@ impl Guest {
         let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), config).unwrap();
         let fs = fs.with_window(Some(window.clone()));
         let listener = UnixListener::bind(dir.path().join("socket")).unwrap();
-        let options = device::Options { tag: None, request_queues: 1, keep_alive: true, window: Some(window.clone()) };
+        let options = device::Options { keep_alive: true, window: Some(window.clone()), ..Default::default() };
         std::thread::spawn(move || device::serve(listener, Arc::new(Server::new(fs)), options));
         let mut frontend = Frontend::connect(&dir.path().join("socket"), Options::default()).unwrap();
         let region = frontend.open_window().unwrap();

@@ -273,7 +273,7 @@ fn a_mapped_file_is_no_place_for_a_message() {
     let fs = fs.with_window(Some(region.clone()));
     let socket = window.dir.path().join("socket");
     let listener = UnixListener::bind(&socket).unwrap();
-    let options = device::Options { tag: None, request_queues: 1, keep_alive: false, window: Some(region) };
+    let options = device::Options { window: Some(region), ..Default::default() };
     spawn(move || device::serve(listener, Arc::new(Server::new(fs)), options));
     let mut guest = Frontend::connect(&socket, Default::default()).unwrap();
     let _region = guest.open_window().unwrap();

@@ -5,6 +5,7 @@ use std::fs::File;
 use std::os::unix::net::UnixListener;
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Duration;
 
 use thruway::cli::{self, Options, Stop, listen, metrics};
 use thruway::device;
@@ -62,12 +63,15 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
         }
         None => None,
     };
+    let rings = Arc::new(device::Rings::new(options.num_request_queues));
     seccomp::apply(options.seccomp, options.syslog)?;
     tracing::info!("waiting for a vhost-user frontend on {}", options.endpoint());
     let device = device::Options {
         tag: options.tag.clone(),
         request_queues: options.num_request_queues,
         keep_alive: options.keep_alive,
+        rings,
+        poll: Duration::from_micros(options.poll_us),
         window,
     };
     device::serve(listener, Arc::new(server), device)?;

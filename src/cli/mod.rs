@@ -86,6 +86,12 @@ pub struct Options {
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub thread_pool_size: usize,
 
+    /// How long at most, in microseconds, a queue's thread looks for the next request before it sleeps
+    ///
+    /// The time adapts to how soon requests come, and is 0 while they don't. 0: never.
+    #[arg(long, value_name = "MAX", default_value_t = device::POLL_US, value_parser = clap::value_parser!(u64).range(..=10_000))]
+    pub poll_us: u64,
+
     /// How long the guest may trust what it has read: auto for a second, always and metadata for a day, never not at all
     ///
     /// With metadata and never, the guest keeps no file contents. With always, contents are kept from one open to the

@@ -5,8 +5,8 @@ use virtio_queue::desc::split::Descriptor;
 use vm_memory::bitmap::Bitmap;
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryError, GuestMemoryRegion};
 
-use super::Memory;
 use super::dirty::is_mapped_file;
+use super::{LoadedMemory, Memory};
 use crate::fuse::Work;
 
 /// Most descriptors in one chain, those of an indirect table included. A driver may not make a chain longer than its
@@ -18,7 +18,7 @@ const DESCRIPTOR_SIZE: u32 = 16;
 
 /// Sizes of fuse_in_header and fuse_out_header in bytes (include/uapi/linux/fuse.h).
 const IN_HEADER_LEN: usize = 40;
-const OUT_HEADER_LEN: usize = 16;
+pub const OUT_HEADER_LEN: usize = 16;
 
 /// Offset of fuse_in_header.unique in bytes.
 const UNIQUE_AT: usize = 8;
@@ -40,7 +40,7 @@ pub struct Table {
 /// A [`Work`] that holds the slices of a chain for as long as the memory under them is sure to be mapped.
 pub struct Loaded<'a> {
     pub work: &'a mut Work,
-    _mem: &'a Memory,
+    mem: &'a LoadedMemory,
 }
 
 impl Drop for Loaded<'_> {
@@ -51,6 +51,11 @@ impl Drop for Loaded<'_> {
 }
 
 impl Loaded<'_> {
+    /// Keeps the memory that the slices point to mapped.
+    pub fn memory(&self) -> LoadedMemory {
+        self.mem.clone()
+    }
+
     /// Answers the request with an errno, without its being served. Returns the length of the reply: 0 if the
     /// request's header or room for the answer is missing.
     pub fn refuse(&mut self, errno: i32) -> usize {
@@ -72,14 +77,14 @@ impl Loaded<'_> {
 /// The errno of a chain that must be refused: EFAULT if a descriptor or its buffer is not in guest memory, EINVAL if the chain
 /// breaks the rules. What precedes the fault is there even so, as far as it serves to answer the request.
 pub fn load<'a>(
-    mem: &'a Memory,
+    mem: &'a LoadedMemory,
     table: Table,
     head: u16,
     work: &'a mut Work,
     segments: &mut Vec<Segment>,
 ) -> (Loaded<'a>, Result<(), i32>) {
     segments.clear();
-    let loaded = Loaded { work, _mem: mem };
+    let loaded = Loaded { work, mem };
     let mut walk = Walk::new(mem, table, head);
     let fault = gather(&mut walk, mem, loaded.work, segments);
     (loaded, fault)

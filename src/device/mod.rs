@@ -6,7 +6,10 @@
 mod chain;
 mod config;
 mod dirty;
+mod poll;
+mod pool;
 mod queue;
+mod reads;
 mod ring;
 mod shmem;
 mod state;
@@ -17,6 +20,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixListener;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use vhost::vhost_user::message::{
@@ -27,7 +31,7 @@ use vhost::vhost_user::{Backend, Error as VhostError, Listener};
 use vhost_user_backend::{Error as BackendError, VhostUserBackend, VhostUserDaemon};
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
-use vm_memory::{GuestMemoryAtomic, GuestMemoryMmap};
+use vm_memory::{GuestMemoryAtomic, GuestMemoryLoadGuard, GuestMemoryMmap};
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -36,12 +40,14 @@ use crate::fuse::{Outcome, Server, Work};
 use crate::window::Window;
 use config::ConfigSpace;
 use dirty::DirtyLog;
+use pool::Pool;
 use queue::Workers;
 use ring::Vring;
 use shmem::Channel;
 use state::Transfer;
 
 pub use config::TAG_LEN;
+pub use reads::Rings;
 
 /// One memory table of the guest.
 type Memory = GuestMemoryMmap<DirtyLog>;
@@ -49,12 +55,18 @@ type Memory = GuestMemoryMmap<DirtyLog>;
 /// The guest's memory, whose table the frontend may replace.
 type GuestMemory = GuestMemoryAtomic<Memory>;
 
+/// A memory table that stays mapped.
+type LoadedMemory = GuestMemoryLoadGuard<Memory>;
+
 /// Longest virtqueue in descriptors: QEMU's VIRTQUEUE_MAX_SIZE and what preadv2(2) takes at once (UIO_MAXIOV).
 const MAX_QUEUE_SIZE: u16 = 1024;
 
 /// Most request queues: vhost-user-backend names the queues of a thread by a bit mask of 64 bits, and one bit is the high
 /// priority queue's.
 pub const MAX_REQUEST_QUEUES: u16 = 63;
+
+/// Default of [`Options::poll`] in µs: a guest whose CPU sleeps while it waits takes some 50 from a reply to its next request.
+pub const POLL_US: u64 = 100;
 
 /// What serves the requests that come over the queues.
 pub trait Handler: Send + Sync + 'static {
@@ -103,8 +115,25 @@ pub struct Options {
     pub request_queues: u16,
     /// Accept another frontend when one is gone.
     pub keep_alive: bool,
+    /// Longest that a worker polls its empty queue before it sleeps; 0: not at all.
+    pub poll: Duration,
+    /// For reads that wait.
+    pub rings: Arc<Rings>,
     /// The shared memory regions, which the handler's file system uses too.
     pub window: Option<Arc<Window>>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            tag: None,
+            request_queues: 1,
+            keep_alive: false,
+            poll: Duration::ZERO,
+            rings: Arc::new(Rings::none()),
+            window: None,
+        }
+    }
 }
 
 /// Why the device stopped.
@@ -127,9 +156,9 @@ pub enum Error {
 pub fn serve<H: Handler>(listener: UnixListener, handler: Arc<H>, options: Options) -> Result<(), Error> {
     options.check()?;
     let mut listener = Listener::from(listener);
-    let waiting = Arc::new(AtomicUsize::new(0));
+    let (waiting, pool) = (Arc::default(), Arc::default());
     loop {
-        let device = Device::new(handler.clone(), &options, waiting.clone())?;
+        let device = Device::new(handler.clone(), &options, &waiting, &pool)?;
         match (device.serve(&mut listener), options.keep_alive) {
             (Ok(()), true) => tracing::info!("the frontend is gone, waiting for another"),
             (Err(e @ Error::Connection(_)), true) => tracing::warn!("{e}, waiting for another"),
@@ -166,13 +195,21 @@ struct Device<H> {
 }
 
 impl<H: Handler> Device<H> {
-    fn new(handler: Arc<H>, options: &Options, waiting: Arc<AtomicUsize>) -> Result<Arc<Self>, Error> {
+    fn new(
+        handler: Arc<H>,
+        options: &Options,
+        waiting: &Arc<AtomicUsize>,
+        pool: &Arc<Pool>,
+    ) -> Result<Arc<Self>, Error> {
         let workers = Workers {
             handler,
             mem: GuestMemoryAtomic::new(Memory::new()),
             closing: AtomicBool::new(false),
             logging: AtomicBool::new(false),
-            waiting,
+            waiting: waiting.clone(),
+            pool: pool.clone(),
+            rings: options.rings.clone(),
+            poll: options.poll,
         };
         Ok(Arc::new(Self {
             workers,
@@ -191,10 +228,13 @@ impl<H: Handler> Device<H> {
         let mut daemon =
             VhostUserDaemon::new("thruway-vhost".into(), self.clone(), mem).map_err(|e| Error::Setup(e.to_string()))?;
         // vhost-user-backend has an exit event of its own, but never closes it.
-        let token = self.exit_token().into();
-        for worker in daemon.get_epoll_handlers() {
-            let added = worker.register_listener(self.exit.as_raw_fd(), EventSet::IN, token);
-            added.map_err(|e| Error::Setup(e.to_string()))?;
+        for (queue, worker) in daemon.get_epoll_handlers().iter().enumerate() {
+            let mut events = vec![(self.exit.as_raw_fd(), self.exit_token())];
+            events.extend(self.workers.rings.of(queue).map(|reads| (reads.lock().event(), self.read_token())));
+            for (fd, token) in events {
+                let added = worker.register_listener(fd, EventSet::IN, token.into());
+                added.map_err(|e| Error::Setup(e.to_string()))?;
+            }
         }
         let started = daemon.start(listener).map_err(|e| Error::Accept(e.to_string()));
         let end = started.and_then(|()| connection_end(daemon.wait()));
@@ -225,6 +265,11 @@ impl<H: Handler> Device<H> {
     /// The event number of `exit`: those up to the number of queues are taken.
     fn exit_token(&self) -> u16 {
         self.rings.len() as u16 + 1
+    }
+
+    /// The event number of a worker's [`Rings`].
+    fn read_token(&self) -> u16 {
+        self.exit_token() + 1
     }
 }
 
@@ -339,6 +384,11 @@ impl<H: Handler> VhostUserBackend for Device<H> {
         if event == self.exit_token() {
             // An error is how a worker thread ends.
             return Err(io::ErrorKind::ConnectionAborted.into());
+        }
+        if event == self.read_token()
+            && let Some(reads) = self.workers.rings.of(thread)
+        {
+            reads.lock().seen();
         }
         // A thread has one queue, so one ring.
         if let (Some(ring), Some(known)) = (vrings.first(), self.rings.get(thread)) {

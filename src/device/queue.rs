@@ -2,14 +2,18 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::thread;
+use std::time::Duration;
 
+use parking_lot::Mutex;
 use vm_memory::GuestAddressSpace;
 
-use super::chain::{self, Loaded, Segment, Table};
-use super::ring::{Ring, Used};
-use super::{GuestMemory, Handler, Memory};
-use crate::fuse::{Deferred, Outcome, Work};
+use super::chain::{self, Loaded, OUT_HEADER_LEN, Segment, Table};
+use super::poll::Poll;
+use super::pool::Pool;
+use super::reads::{Reads, Rings};
+use super::ring::{Completion, Ring, Used};
+use super::{GuestMemory, Handler, LoadedMemory};
+use crate::fuse::{Deferred, LateRead, Outcome, Work};
 
 /// Most chains that are taken from a ring, and given back to it, at a time. Enough to spread the cost of the ring's lock
 /// and of a notification; few, because the first one's reply and whoever stops the ring wait for the others.
@@ -19,19 +23,15 @@ pub const BATCH: usize = 16;
 /// costs more than a notification.
 const FLUSH_BYTES: usize = 64 << 10;
 
-/// Most requests that may wait at a time, each on a thread of its own. It bounds what a guest can make the daemon spend:
-/// a waiting thread costs some 10 KiB; a guest with more processes blocked in fcntl(F_SETLKW) gets EAGAIN.
-const MAX_WAITING: usize = 256;
-
-/// Stack of a thread that waits, in bytes: what waits is a system call with its arguments on the heap.
-const WAIT_STACK: usize = 128 << 10;
-
 /// What one worker keeps from request to request.
 pub struct Scratch {
     work: Work,
     segments: Vec<Segment>,
     heads: Vec<u16>,
     used: Vec<Used>,
+    poll: Poll,
+    /// Those that the kernel does meanwhile.
+    reads: Option<Arc<Mutex<Reads>>>,
 }
 
 /// What the workers of one connection share.
@@ -42,18 +42,39 @@ pub struct Workers<H> {
     pub closing: AtomicBool,
     /// The frontend logs dirty pages (VHOST_F_LOG_ALL).
     pub logging: AtomicBool,
-    /// How many requests wait, over all connections.
+    /// How many requests wait that may do so for ever, over all connections.
     pub waiting: Arc<AtomicUsize>,
+    pub pool: Arc<Pool>,
+    pub rings: Arc<Rings>,
+    /// Longest that a worker polls its ring.
+    pub poll: Duration,
 }
 
 impl Scratch {
-    fn new() -> Self {
+    fn new(reads: Option<Arc<Mutex<Reads>>>) -> Self {
         Self {
             work: Work::default(),
             segments: Vec::new(),
             heads: Vec::with_capacity(BATCH),
             used: Vec::with_capacity(BATCH),
+            poll: Poll::default(),
+            reads,
         }
+    }
+
+    /// Takes what the kernel has read meanwhile.
+    fn reap(&mut self) {
+        if let Some(reads) = &self.reads {
+            reads.lock().reap(&mut self.used);
+        }
+    }
+
+    /// Waits for all that the kernel reads; the chains that go back for it.
+    pub fn finish(&mut self) -> &mut Vec<Used> {
+        if let Some(reads) = &self.reads {
+            reads.lock().finish(&mut self.used);
+        }
+        &mut self.used
     }
 }
 
@@ -63,14 +84,22 @@ impl<H: Handler> Workers<H> {
         let mut worker = ring.worker();
         let scratch = worker.get_or_insert_with(|| {
             name_thread(index);
-            Box::new(Scratch::new())
+            Box::new(Scratch::new(self.rings.of(index).cloned()))
         });
+        scratch.poll.wake(self.poll);
         loop {
+            scratch.reap();
             let mem = self.mem.memory();
-            let table = ring.exchange(&mem, &mut scratch.used, &mut scratch.heads);
+            let rest = scratch.poll.is_over();
+            let table = ring.exchange(&mem, &mut scratch.used, &mut scratch.heads, rest);
             if scratch.heads.is_empty() {
-                return;
+                if rest {
+                    return scratch.poll.rest();
+                }
+                scratch.poll.pause();
+                continue;
             }
+            scratch.poll.found();
             self.serve_batch(ring, &mem, table, scratch);
             if self.closing.load(Ordering::Relaxed) {
                 return ring.flush(&mem, &mut scratch.used);
@@ -78,14 +107,14 @@ impl<H: Handler> Workers<H> {
         }
     }
 
-    fn serve_batch(&self, ring: &Arc<Ring>, mem: &Memory, table: Table, scratch: &mut Scratch) {
-        let Scratch { work, segments, heads, used } = scratch;
+    fn serve_batch(&self, ring: &Arc<Ring>, mem: &LoadedMemory, table: Table, scratch: &mut Scratch) {
+        let Scratch { work, segments, heads, used, reads, .. } = scratch;
         let mut moved = 0;
         for head in heads.drain(..) {
             let (mut loaded, fault) = chain::load(mem, table, head, work, segments);
             moved += loaded.work.readable.len();
             let written = match fault {
-                Ok(()) => self.serve(ring, head, &mut loaded, segments),
+                Ok(()) => self.serve(ring, head, &mut loaded, segments, reads.as_deref()),
                 Err(errno) => Some(loaded.refuse(errno)),
             };
             drop(loaded);
@@ -103,38 +132,71 @@ impl<H: Handler> Workers<H> {
     }
 
     /// The length of the reply; `None` if it comes later.
-    fn serve(&self, ring: &Arc<Ring>, head: u16, loaded: &mut Loaded, segments: &[Segment]) -> Option<usize> {
-        match self.handler.handle(loaded.work) {
-            Outcome::Replied(len) => Some(len.min(loaded.work.writable.len())),
-            Outcome::Silent => Some(0),
-            Outcome::Deferred(wait) => match self.defer(ring, head, segments, wait) {
-                Some(()) => None,
-                None => Some(loaded.refuse(libc::EAGAIN)),
-            },
+    fn serve(
+        &self,
+        ring: &Arc<Ring>,
+        head: u16,
+        loaded: &mut Loaded,
+        segments: &[Segment],
+        reads: Option<&Mutex<Reads>>,
+    ) -> Option<usize> {
+        let started = match self.handler.handle(loaded.work) {
+            Outcome::Replied(len) => return Some(len.min(loaded.work.writable.len())),
+            Outcome::Silent => return Some(0),
+            Outcome::Deferred(wait) => self.defer(ring.promise(head, segments), ring, wait),
+            Outcome::Slow(wait) => self.pool.run(slow(ring, head, segments, wait)),
+            Outcome::Read(read) => self.read(ring, head, loaded, segments, reads, read),
             Outcome::Handed(hand) => {
-                hand(Box::new(answer_later(ring, head, segments)));
-                None
+                hand(Box::new(answer_later(ring.promise(head, segments), ring)));
+                true
             }
-        }
+        };
+        if started { None } else { Some(loaded.refuse(libc::EAGAIN)) }
     }
 
-    /// Runs `wait` on a thread of its own. `None` if there are too many.
-    fn defer(&self, ring: &Arc<Ring>, head: u16, segments: &[Segment], wait: Deferred) -> Option<()> {
-        let permit = Permit::take(&self.waiting)?;
-        let answer = answer_later(ring, head, segments);
-        let work = move || {
+    /// Runs `wait` on a thread of its own, which may take for ever. False if there are too many.
+    fn defer(&self, completion: Completion, ring: &Arc<Ring>, wait: Deferred) -> bool {
+        let waits = Waits::new(&self.waiting);
+        let answer = answer_later(completion, ring);
+        self.pool.run(Box::new(move || {
             answer(wait());
             // The reply is with the ring before nothing seems to wait any more.
-            drop(permit);
+            drop(waits);
+        }))
+    }
+
+    /// Begins a read that waits.
+    fn read(
+        &self,
+        ring: &Arc<Ring>,
+        head: u16,
+        loaded: &mut Loaded,
+        segments: &[Segment],
+        reads: Option<&Mutex<Reads>>,
+        read: LateRead,
+    ) -> bool {
+        let data = OUT_HEADER_LEN..OUT_HEADER_LEN.saturating_add(read.size);
+        let mem = loaded.memory();
+        let begun = match reads {
+            Some(reads) => reads.lock().begin(read, loaded.work.writable.range(data).as_slice(), head, segments, mem),
+            None => Err(read),
         };
-        let thread = thread::Builder::new().name("thruway-wait".into()).stack_size(WAIT_STACK);
-        thread.spawn(work).map(drop).ok()
+        begun.map_or_else(|read| self.pool.run(slow(ring, head, segments, Box::new(|| read.wait()))), |()| true)
     }
 }
 
+/// A job that waits for the host's file system alone: whoever stops the ring waits for it too.
+fn slow(ring: &Arc<Ring>, head: u16, segments: &[Segment], wait: Deferred) -> Box<dyn FnOnce() + Send> {
+    let (mut completion, busy) = (ring.promise(head, segments), ring.occupy());
+    Box::new(move || {
+        completion.reply = wait();
+        busy.complete(completion);
+    })
+}
+
 /// Delivers a reply that comes from another thread. What waits for it must not keep the memory of a guest that is gone.
-fn answer_later(ring: &Arc<Ring>, head: u16, segments: &[Segment]) -> impl FnOnce(Vec<u8>) + Send + use<> {
-    let (mut completion, ring) = (ring.promise(head, segments), Arc::downgrade(ring));
+fn answer_later(mut completion: Completion, ring: &Arc<Ring>) -> impl FnOnce(Vec<u8>) + Send + use<> {
+    let ring = Arc::downgrade(ring);
     move |reply| {
         completion.reply = reply;
         if let Some(ring) = ring.upgrade() {
@@ -143,18 +205,17 @@ fn answer_later(ring: &Arc<Ring>, head: u16, segments: &[Segment]) -> impl FnOnc
     }
 }
 
-/// One of the requests that may wait.
-struct Permit(Arc<AtomicUsize>);
+/// One of the requests that may wait for ever.
+struct Waits(Arc<AtomicUsize>);
 
-impl Permit {
-    fn take(waiting: &Arc<AtomicUsize>) -> Option<Self> {
-        let more = |n| (n < MAX_WAITING).then_some(n + 1);
-        waiting.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).ok()?;
-        Some(Self(waiting.clone()))
+impl Waits {
+    fn new(waiting: &Arc<AtomicUsize>) -> Self {
+        waiting.fetch_add(1, Ordering::Relaxed);
+        Self(waiting.clone())
     }
 }
 
-impl Drop for Permit {
+impl Drop for Waits {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }

@@ -5,7 +5,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::fs::{OFlags, fcntl_setfl};
 use vhost_user_backend::{VringMutex, VringState, VringStateGuard, VringStateMutGuard, VringT};
 use virtio_queue::{Error as QueueError, Queue, QueueOwnedT, QueueState, QueueT};
@@ -28,6 +28,9 @@ pub struct Ring {
     late: Mutex<Late>,
     /// A notification was due when the frontend had given no call event.
     owed: AtomicBool,
+    /// Jobs of [`Busy`], and a way to wait for their end.
+    busy: Mutex<usize>,
+    idle: Condvar,
 }
 
 /// The replies that did not come in their request's turn.
@@ -69,8 +72,8 @@ impl Ring {
     /// Gives `used` back to the driver, notifies it if it wants that, and takes up to [`BATCH`] chain heads.
     /// Returns the descriptor table that the heads refer to.
     ///
-    /// If there is nothing to take, the driver will notify of the next chain.
-    pub fn exchange(&self, mem: &Memory, used: &mut Vec<Used>, heads: &mut Vec<u16>) -> Table {
+    /// If there is nothing to take and the worker is to `rest`, the driver will notify of the next chain.
+    pub fn exchange(&self, mem: &Memory, used: &mut Vec<Used>, heads: &mut Vec<u16>, rest: bool) -> Table {
         let mut state = self.vring.get_mut();
         self.publish(&mut state, mem, used);
         let live = live(&state) && is_near(&state, mem);
@@ -78,7 +81,7 @@ impl Ring {
         if live {
             // Of errors there is no one to tell: a ring whose memory is gone, or whose index is absurd, rests until
             // the next kick.
-            let _ = take(queue, mem, heads);
+            let _ = take(queue, mem, heads, rest);
         }
         Table { addr: GuestAddress(queue.desc_table()), len: queue.size() }
     }
@@ -125,7 +128,13 @@ impl Ring {
 
     fn deliver(&self, late: &mut Late) {
         let mut state = self.vring.get_mut();
-        if late.held.is_empty() || !live(&state) {
+        if live(&state) {
+            self.give_back(&mut state, late);
+        }
+    }
+
+    fn give_back(&self, state: &mut State, late: &mut Late) {
+        if late.held.is_empty() {
             return;
         }
         let mem = self.mem.memory();
@@ -134,7 +143,28 @@ impl Ring {
             Used { head: c.head, len: len as u32 }
         };
         let mut used = late.held.drain(..).map(reply).collect();
-        self.publish(&mut state, &mem, &mut used);
+        self.publish(state, &mem, &mut used);
+    }
+
+    /// Says that another thread serves a request, and that the ring cannot be stopped until it has.
+    pub fn occupy(self: &Arc<Self>) -> Busy {
+        *self.busy.lock() += 1;
+        Busy(self.clone())
+    }
+
+    /// Waits until the worker, the kernel and other threads are done with what was taken from the ring, and keeps the
+    /// worker out.
+    fn rest(&self) -> MutexGuard<'_, Option<Box<Scratch>>> {
+        let mut worker = self.worker.lock();
+        if let Some(scratch) = &mut *worker {
+            self.flush(&self.mem.memory(), scratch.finish());
+        }
+        let mut busy = self.busy.lock();
+        while *busy > 0 {
+            self.idle.wait(&mut busy);
+        }
+        drop(busy);
+        worker
     }
 
     /// Whether chains may be taken from it.
@@ -154,7 +184,7 @@ impl Ring {
             state.get_queue_mut().set_ready(false);
             was_ready
         };
-        drop(self.worker());
+        drop(self.rest());
         let mut late = self.late.lock();
         if was_ready {
             late.stopped = Some(self.snapshot());
@@ -181,12 +211,35 @@ impl Ring {
     /// Forgets the session: the ring rests until it is set up again, and replies under way are dropped.
     pub fn reset(&self) {
         self.vring.set_queue_ready(false);
-        drop(self.worker());
+        drop(self.rest());
         let mut late = self.late.lock();
         *late = Late { epoch: late.epoch + 1, ..Late::default() };
         self.owed.store(false, Ordering::Relaxed);
         self.vring.set_kick(None);
         self.vring.set_call(None);
+    }
+}
+
+/// A request that another thread serves while the ring cannot be stopped.
+pub struct Busy(Arc<Ring>);
+
+impl Busy {
+    /// Delivers its reply.
+    pub fn complete(self, completion: Completion) {
+        let ring = &self.0;
+        let mut late = ring.late.lock();
+        if completion.epoch == late.epoch {
+            late.held.push(completion);
+            // Even while it is being stopped: the worker's batch is delivered then too.
+            ring.give_back(&mut ring.vring.get_mut(), &mut late);
+        }
+    }
+}
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        *self.0.busy.lock() -= 1;
+        self.0.idle.notify_all();
     }
 }
 
@@ -210,12 +263,12 @@ fn is_near(state: &VringState<GuestMemory>, mem: &Memory) -> bool {
         .all(|(addr, len)| chain::is_near(mem, GuestAddress(addr), len))
 }
 
-fn take(queue: &mut Queue, mem: &Memory, heads: &mut Vec<u16>) -> Result<(), QueueError> {
+fn take(queue: &mut Queue, mem: &Memory, heads: &mut Vec<u16>, rest: bool) -> Result<(), QueueError> {
     queue.disable_notification(mem)?;
     loop {
         heads.extend(queue.iter(mem)?.take(BATCH).map(|chain| chain.head_index()));
         // The second look is for a chain that came before the driver saw that notifications are wanted.
-        if !heads.is_empty() || !queue.enable_notification(mem)? {
+        if !heads.is_empty() || !rest || !queue.enable_notification(mem)? {
             return Ok(());
         }
     }
@@ -237,6 +290,8 @@ impl VringT<GuestMemory> for Vring {
             worker: Mutex::default(),
             late: Mutex::default(),
             owed: AtomicBool::new(false),
+            busy: Mutex::default(),
+            idle: Condvar::new(),
         })))
     }
 
@@ -274,7 +329,7 @@ impl VringT<GuestMemory> for Vring {
             self.0.deliver(&mut self.0.late.lock());
         } else {
             // The frontend may go on when neither the worker nor a late reply is in the ring.
-            drop(self.0.worker());
+            drop(self.0.rest());
             drop(self.0.late.lock());
         }
     }

@@ -1,6 +1,7 @@
 //! GETATTR, SETATTR, STATX, STATFS, ACCESS.
 
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use rustix::fs::{
@@ -49,14 +50,19 @@ impl PassthroughFs {
     }
 
     /// Runs `f` with the handle's descriptor, or else an O_PATH one of the inode.
-    fn with_either<R>(&self, inode: &Inode, fh: Option<u64>, f: impl FnOnce(BorrowedFd) -> Result<R>) -> Result<R> {
+    fn with_either<R>(
+        &self,
+        inode: &Arc<Inode>,
+        fh: Option<u64>,
+        f: impl FnOnce(BorrowedFd) -> Result<R>,
+    ) -> Result<R> {
         match fh {
             Some(fh) => f(self.handles.get(inode.id, fh)?.fd()),
             None => inode.with_fd(&self.places, f),
         }
     }
 
-    fn change(&self, fd: BorrowedFd, a: &SetattrIn, valid: SetattrValid, inode: &Inode) -> Result<()> {
+    fn change(&self, fd: BorrowedFd, a: &SetattrIn, valid: SetattrValid, inode: &Arc<Inode>) -> Result<()> {
         // Before the mode: a change of owner clears set-id bits on the host too.
         if valid.intersects(SetattrValid::UID | SetattrValid::GID) {
             let uid = valid.contains(SetattrValid::UID).then(|| self.host_uid(a.uid)).transpose()?;
@@ -104,11 +110,12 @@ impl PassthroughFs {
 impl Attrs for PassthroughFs {
     fn getattr(&self, node: u64, fh: Option<u64>) -> Result<AttrOut> {
         let inode = self.inodes.get(node)?;
-        self.with_either(&inode, fh, |fd| {
-            let st = stat(fd, c"")?;
-            self.saw(&inode, &st);
-            Ok(self.attr_out(&inode, &st))
-        })
+        let st = match fh {
+            Some(fh) => stat(self.handles.get(node, fh)?.fd(), c"")?,
+            None => inode.stat(&self.places)?,
+        };
+        self.saw(&inode, &st);
+        Ok(self.attr_out(&inode, &st))
     }
 
     fn setattr(&self, node: u64, attr: &SetattrIn) -> Result<AttrOut> {

@@ -1,7 +1,7 @@
 //! Listing directories.
 
 use std::ffi::CStr;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 
 use rustix::fs::{OFlags, SeekFrom, fdatasync, fsync, seek};
 use rustix::io::Errno;
@@ -94,7 +94,8 @@ impl Dirs for PassthroughFs {
             CachePolicy::Auto | CachePolicy::Never => OpenFlags::empty(),
             CachePolicy::Always | CachePolicy::Metadata => OpenFlags::KEEP_CACHE | OpenFlags::CACHE_DIR,
         };
-        let fh = self.handles.insert(Handle::dir(file, node))?;
+        let host = self.hosts.get(inode.key.dev, file.as_fd());
+        let fh = self.handles.insert(Handle::dir(file, node, host))?;
         Ok(OpenOut { fh, open_flags: open_flags.bits(), backing_id: 0 })
     }
 

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use rustix::fs::{
-    self, FallocateFlags, Mode, OFlags, SeekFrom, copy_file_range, fallocate, fdatasync, fstatfs, fsync, openat, seek,
+    self, FallocateFlags, Mode, OFlags, SeekFrom, copy_file_range, fallocate, fdatasync, fsync, openat, seek,
 };
 use rustix::io::Errno;
 
@@ -14,19 +14,7 @@ use super::inode::{FdPath, Inode, stat};
 use super::{CachePolicy, PassthroughFs, cred, sys};
 use crate::fuse::abi::*;
 use crate::fuse::buf::IoRange;
-use crate::fuse::ops::{Created, Creator, Files, Mappings, Result, Served};
-
-/// File systems on which close(2) neither writes nor reports anything (statfs(2)'s f_type).
-const LOCAL: [i64; 7] = [
-    libc::EXT4_SUPER_MAGIC,
-    libc::XFS_SUPER_MAGIC,
-    libc::BTRFS_SUPER_MAGIC,
-    libc::TMPFS_MAGIC,
-    libc::F2FS_SUPER_MAGIC,
-    libc::OVERLAYFS_SUPER_MAGIC,
-    // ZFS
-    0x2fc1_2fc1,
-];
+use crate::fuse::ops::{Created, Creator, Files, Mappings, Reading, Result, Served};
 
 impl PassthroughFs {
     /// The host's open flags for the guest's. O_APPEND is left to each write, which alone knows whether it comes from the
@@ -64,19 +52,28 @@ impl PassthroughFs {
 
     /// Gives the guest an open file. `flags`: its own.
     fn opened(&self, inode: &Arc<Inode>, file: OwnedFd, flags: u32) -> Result<Served<OpenOut>> {
-        let open_flags = match self.config.cache {
+        let mut open_flags = match self.config.cache {
             CachePolicy::Auto => OpenFlags::empty(),
             CachePolicy::Always => OpenFlags::KEEP_CACHE,
             // The host's file system orders writes to one file by itself.
             CachePolicy::Never | CachePolicy::Metadata => OpenFlags::DIRECT_IO | OpenFlags::PARALLEL_DIRECT_WRITES,
         };
         let entry = self.count(inode, file.as_fd(), flags);
-        let fh = self.handles.insert(Handle::file(file, inode.id)).inspect_err(|_| self.uncount(inode.id))?;
+        let handle = self.handle(inode, file);
+        // Nothing can be dirty by this handle, no file system waits for its close, and no lock goes with it.
+        let reads = flags & libc::O_ACCMODE as u32 == libc::O_RDONLY as u32;
+        open_flags.set(OpenFlags::NOFLUSH, reads && !handle.host.flushes && !self.config.posix_lock);
+        let fh = self.handles.insert(handle).inspect_err(|_| self.uncount(inode.id))?;
         Ok(entry.map(move |entry| match entry {
             // There is no cache that the other flags could be about.
             Some(index) => OpenOut { fh, open_flags: OpenFlags::PASSTHROUGH.bits(), backing_id: index as i32 },
             None => OpenOut { fh, open_flags: open_flags.bits(), backing_id: 0 },
         }))
+    }
+
+    pub(super) fn handle(&self, inode: &Arc<Inode>, file: OwnedFd) -> Handle {
+        let host = self.hosts.get(inode.key.dev, file.as_fd());
+        Handle::file(file, inode.id, host)
     }
 
     /// An open that was counted is over.
@@ -118,17 +115,6 @@ impl PassthroughFs {
                 Err(errno)
             }
         }
-    }
-
-    /// Whether a close of this file means something to its file system.
-    fn flushes(&self, fd: BorrowedFd) -> Result<bool> {
-        let dev = fs::fstat(fd)?.st_dev;
-        if let Some(known) = self.flushes.get(&dev) {
-            return Ok(*known);
-        }
-        let flushes = !LOCAL.contains(&fstatfs(fd)?.f_type);
-        self.flushes.insert(dev, flushes);
-        Ok(flushes)
     }
 
     /// Removes file capabilities that are kept under another name, as the kernel does with its own.
@@ -181,8 +167,20 @@ impl Files for PassthroughFs {
         self.enter_new(parent, file, create.flags, by)
     }
 
-    fn read(&self, node: u64, read: &ReadIn, to: &IoRange) -> Result<usize> {
-        sys::preadv(self.handles.get(node, read.fh)?.fd(), to, read.offset, 0)
+    fn read(&self, node: u64, read: &ReadIn, to: &IoRange) -> Result<Reading> {
+        let handle = self.handles.get(node, read.fh)?;
+        // The window's guard takes nobody's word but a worker's that a read is one.
+        if self.shrinks_wait() {
+            return sys::preadv(handle.fd(), to, read.offset, 0).map(Reading::Done);
+        }
+        match handle.host.read_cached(handle.fd(), to, read.offset)? {
+            Some(n) => Ok(Reading::Done(n)),
+            None => handle.copy().map(Reading::Waits),
+        }
+    }
+
+    fn waits(&self, node: u64, fh: u64) -> bool {
+        self.handles.get(node, fh).is_ok_and(|handle| !handle.host.in_memory)
     }
 
     fn write(&self, node: u64, write: &WriteIn, from: &IoRange) -> Result<usize> {
@@ -205,7 +203,7 @@ impl Files for PassthroughFs {
     fn flush(&self, node: u64, fh: u64, lock_owner: u64) -> Result<()> {
         let handle = self.handles.get(node, fh)?;
         self.locks.drop_owner(node, lock_owner);
-        if self.flushes(handle.fd())? { sys::close_copy(handle.fd()) } else { Ok(()) }
+        if handle.host.flushes { sys::close_copy(handle.fd()) } else { Ok(()) }
     }
 
     fn release(&self, node: u64, release: &ReleaseIn) -> Result<()> {

@@ -9,6 +9,7 @@ use rustix::io::Errno;
 
 use super::FileHandles;
 use super::inode::{Place, reopen};
+use super::kept::Kept;
 use super::stream::RawState;
 use super::sys::{self, MAX_HANDLE, RawHandle};
 use crate::fuse::ops::Result;
@@ -42,12 +43,21 @@ impl FileHandle {
 /// How inodes are held, and a file of each mount that has one.
 pub struct Handles {
     mode: FileHandles,
+    /// None where all inodes are held by descriptor.
+    pub kept: Option<Arc<Kept>>,
     mounts: DashMap<i32, Weak<OwnedFd>>,
+}
+
+impl Drop for Handles {
+    fn drop(&mut self) {
+        self.kept.iter().for_each(|kept| kept.end());
+    }
 }
 
 impl Handles {
     pub fn new(mode: FileHandles) -> Self {
-        Self { mode, mounts: DashMap::new() }
+        let kept = (mode != FileHandles::Never).then(Kept::start);
+        Self { mode, kept, mounts: DashMap::new() }
     }
 
     /// Whether some inodes are held by handle.
@@ -55,17 +65,17 @@ impl Handles {
         self.mode != FileHandles::Never
     }
 
-    /// How to hold the file of this O_PATH descriptor.
+    /// How to hold the file of this O_PATH descriptor, which comes back if it is not needed for that.
     ///
     /// # Errors
     /// Those of name_to_handle_at(2), with `--inode-file-handles=mandatory`.
-    pub fn place(&self, fd: OwnedFd) -> Result<Place> {
+    pub fn place(&self, fd: OwnedFd) -> Result<(Place, Option<OwnedFd>)> {
         if self.mode == FileHandles::Never {
-            return Ok(Place::Fd(fd));
+            return Ok((Place::Fd(fd), None));
         }
         match self.handle(fd.as_fd()) {
-            Ok(handle) => Ok(Place::Handle(handle)),
-            Err(_) if self.mode == FileHandles::Prefer => Ok(Place::Fd(fd)),
+            Ok(handle) => Ok((Place::Handle(handle), Some(fd))),
+            Err(_) if self.mode == FileHandles::Prefer => Ok((Place::Fd(fd), None)),
             Err(errno) => Err(errno),
         }
     }

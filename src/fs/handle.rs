@@ -1,11 +1,12 @@
 //! Open files and directories by `fh`.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard};
-use rustix::io::Errno;
+use rustix::io::{Errno, fcntl_dupfd_cloexec};
 
+use super::host::HostFs;
 use crate::fuse::ops::Result;
 
 /// An open file or directory.
@@ -13,6 +14,8 @@ pub struct Handle {
     file: OwnedFd,
     /// The nodeid that it was opened by.
     pub node: u64,
+    /// The file system on which it lies.
+    pub host: Arc<HostFs>,
     /// For directories: where the listing is.
     dir: Option<Box<Mutex<DirState>>>,
     /// Owners of POSIX locks that were asked for through this handle.
@@ -20,12 +23,12 @@ pub struct Handle {
 }
 
 impl Handle {
-    pub fn file(file: OwnedFd, node: u64) -> Self {
-        Self { file, node, dir: None, lock_owners: Mutex::default() }
+    pub fn file(file: OwnedFd, node: u64, host: Arc<HostFs>) -> Self {
+        Self { file, node, host, dir: None, lock_owners: Mutex::default() }
     }
 
-    pub fn dir(file: OwnedFd, node: u64) -> Self {
-        Self { dir: Some(Box::default()), ..Self::file(file, node) }
+    pub fn dir(file: OwnedFd, node: u64, host: Arc<HostFs>) -> Self {
+        Self { dir: Some(Box::default()), ..Self::file(file, node, host) }
     }
 
     /// # Errors
@@ -48,6 +51,11 @@ impl Handle {
 
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
+    }
+
+    /// The open file, for who may use it longer than the handle lives.
+    pub fn copy(&self) -> Result<OwnedFd> {
+        fcntl_dupfd_cloexec(&self.file, 0)
     }
 }
 
@@ -259,7 +267,7 @@ mod tests {
     use super::*;
 
     fn handle(node: u64) -> Handle {
-        Handle::file(std::fs::File::open("/dev/null").unwrap().into(), node)
+        Handle::file(std::fs::File::open("/dev/null").unwrap().into(), node, Arc::default())
     }
 
     #[test]

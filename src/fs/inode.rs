@@ -18,7 +18,7 @@ use crate::fuse::ops::Result;
 /// Host identity of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Key {
-    dev: u64,
+    pub dev: u64,
     ino: u64,
     /// The same file seen through another mount is another inode to the guest, as a submount's root must be.
     pub mount: u64,
@@ -116,9 +116,25 @@ pub struct Inode {
     /// Locked for reading while the file is in use, and that recursively (a rename within one directory uses it twice);
     /// for writing when it changes, with no other lock held.
     place: RwLock<Place>,
+    /// A descriptor besides a handle, for as long as it is used ([`super::kept`]). Locked as `place` is, and after it.
+    kept: RwLock<Option<OwnedFd>>,
+    used: AtomicBool,
 }
 
 impl Inode {
+    fn new(id: u64, (key, birth): (Key, Birth), nlookup: u64, place: Place) -> Self {
+        Self {
+            id,
+            key,
+            birth,
+            nlookup: AtomicU64::new(nlookup),
+            told_size: AtomicU64::new(0),
+            place: RwLock::new(place),
+            kept: RwLock::new(None),
+            used: AtomicBool::new(false),
+        }
+    }
+
     /// The size that the guest was told last, in bytes.
     pub fn told_size(&self) -> u64 {
         self.told_size.load(Ordering::Relaxed)
@@ -138,23 +154,75 @@ impl Inode {
     ///
     /// # Errors
     /// ESTALE where the file is not to be found any more.
-    pub fn with_fd<R>(&self, handles: &Handles, f: impl FnOnce(BorrowedFd) -> Result<R>) -> Result<R> {
+    pub fn with_fd<R>(self: &Arc<Self>, handles: &Handles, f: impl FnOnce(BorrowedFd) -> Result<R>) -> Result<R> {
         match &*self.found(handles)? {
             Place::Fd(fd) => f(fd.as_fd()),
-            Place::Handle(handle) => f(handle.open(OFlags::PATH)?.as_fd()),
+            Place::Handle(handle) => {
+                if let Some(fd) = &*self.kept() {
+                    return f(fd.as_fd());
+                }
+                let fd = handle.open(OFlags::PATH)?;
+                let result = f(fd.as_fd());
+                self.keep(handles, fd);
+                result
+            }
             Place::Name(..) => Err(Errno::STALE),
             Place::Lost => Err(Errno::IO),
         }
+    }
+
+    /// The file's attributes. One that has yet to be opened stays so.
+    ///
+    /// # Errors
+    /// ESTALE where the file is not to be found any more.
+    pub fn stat(self: &Arc<Self>, handles: &Handles) -> Result<Statx> {
+        if let Some((parent, name)) = self.lazy()
+            && let Ok(st) = parent.with_fd(handles, |dir| stat(dir, &name))
+            && self.is_of(&st)
+        {
+            return Ok(st);
+        }
+        self.with_fd(handles, |fd| stat(fd, c""))
     }
 
     /// Opens the file anew.
     pub fn open(&self, handles: &Handles, flags: OFlags) -> Result<OwnedFd> {
         match &*self.found(handles)? {
             Place::Fd(fd) => reopen(fd.as_fd(), flags),
-            Place::Handle(handle) => handle.open(flags),
+            Place::Handle(handle) => match &*self.kept() {
+                Some(fd) => reopen(fd.as_fd(), flags),
+                None => handle.open(flags),
+            },
             Place::Name(..) => Err(Errno::STALE),
             Place::Lost => Err(Errno::IO),
         }
+    }
+
+    fn kept(&self) -> RwLockReadGuard<'_, Option<OwnedFd>> {
+        self.used.store(true, Ordering::Relaxed);
+        self.kept.read_recursive()
+    }
+
+    /// Keeps an O_PATH descriptor of its file, if there is room for one.
+    pub fn keep(self: &Arc<Self>, handles: &Handles, fd: OwnedFd) {
+        let Some(kept) = &handles.kept else { return };
+        if let Some(mut place) = self.kept.try_write()
+            && place.is_none()
+            && kept.add(self)
+        {
+            *place = Some(fd);
+        }
+    }
+
+    /// Closes its descriptor if it was not used since the last call. Whether it still has one.
+    pub fn keeps_on(&self) -> bool {
+        if self.used.swap(false, Ordering::Relaxed) {
+            return true;
+        }
+        // One that is locked is in use.
+        let Some(mut kept) = self.kept.try_write() else { return true };
+        *kept = None;
+        false
     }
 
     /// The place as a descriptor or a handle.
@@ -167,7 +235,7 @@ impl Inode {
         Ok(self.place.read_recursive())
     }
 
-    fn find(&self, handles: &Handles, parent: &Inode, name: &CStr) -> Result<()> {
+    fn find(&self, handles: &Handles, parent: &Arc<Inode>, name: &CStr) -> Result<()> {
         let fd = parent.with_fd(handles, |dir| open_path(dir, name)).map_err(|errno| match errno {
             Errno::NOENT | Errno::NOTDIR => Errno::STALE,
             other => other,
@@ -176,7 +244,7 @@ impl Inode {
         if identity(&st) != (self.key, self.birth) {
             return Err(Errno::STALE);
         }
-        let found = handles.place(fd)?;
+        let (found, _) = handles.place(fd)?;
         let mut place = self.place.write();
         if let Place::Name(..) = *place {
             *place = found;
@@ -261,16 +329,8 @@ pub struct Inodes {
 impl Inodes {
     /// A table that knows the shared directory alone.
     pub fn new(root: OwnedFd) -> Result<Self> {
-        let (key, birth) = identity(&stat(root.as_fd(), c"")?);
-        let place = RwLock::new(Place::Fd(root));
-        let root = Arc::new(Inode {
-            id: ROOT_ID,
-            key,
-            birth,
-            nlookup: AtomicU64::new(1),
-            told_size: AtomicU64::new(0),
-            place,
-        });
+        let identity = identity(&stat(root.as_fd(), c"")?);
+        let root = Arc::new(Inode::new(ROOT_ID, identity, 1, Place::Fd(root)));
         let inodes = Self {
             by_id: DashMap::new(),
             by_key: DashMap::new(),
@@ -324,14 +384,7 @@ impl Inodes {
         let lazy = matches!(place, Place::Name(..));
         let create = || {
             let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-            let inode = Arc::new(Inode {
-                id,
-                key,
-                birth,
-                nlookup: AtomicU64::new(1),
-                told_size: AtomicU64::new(0),
-                place: RwLock::new(place),
-            });
+            let inode = Arc::new(Inode::new(id, (key, birth), 1, place));
             self.by_id.insert(id, inode.clone());
             if lazy {
                 self.any_lazy.store(true, Ordering::Relaxed);
@@ -376,15 +429,7 @@ impl Inodes {
     pub fn restore(&self, id: u64, nlookup: u64, st: &Statx, place: Place) -> Result<()> {
         let (key, birth) = identity(st);
         let lazy = matches!(place, Place::Name(..));
-        let inode = Inode {
-            id,
-            key,
-            birth,
-            nlookup: AtomicU64::new(nlookup),
-            told_size: AtomicU64::new(0),
-            place: RwLock::new(place),
-        };
-        let inode = self.insert(inode)?;
+        let inode = self.insert(Inode::new(id, (key, birth), nlookup, place))?;
         if lazy {
             self.any_lazy.store(true, Ordering::Relaxed);
         }
@@ -400,9 +445,7 @@ impl Inodes {
         // No file has these.
         let key = Key { dev: u64::MAX, ino: id, mount: u64::MAX };
         let birth = Birth { sec: 0, nsec: 0, format };
-        let place = RwLock::new(Place::Lost);
-        self.insert(Inode { id, key, birth, nlookup: AtomicU64::new(nlookup), told_size: AtomicU64::new(0), place })
-            .map(drop)
+        self.insert(Inode::new(id, (key, birth), nlookup, Place::Lost)).map(drop)
     }
 
     fn insert(&self, inode: Inode) -> Result<Arc<Inode>> {

@@ -54,7 +54,7 @@ impl PassthroughFs {
     }
 
     /// Runs what gives a file this size, ordered with what a guest with passthrough is told of it.
-    pub(super) fn resize<R>(&self, inode: &Inode, size: u64, run: impl FnOnce() -> Result<R>) -> Result<R> {
+    pub(super) fn resize<R>(&self, inode: &Arc<Inode>, size: u64, run: impl FnOnce() -> Result<R>) -> Result<R> {
         let run = || self.changing(inode.id, run);
         let look = || inode.with_fd(&self.places, |fd| Ok(stat(fd, c"")?.stx_size));
         match self.passing() {
@@ -64,7 +64,7 @@ impl PassthroughFs {
     }
 
     /// Compares a file's size with what a guest with passthrough knows.
-    pub(super) fn saw(&self, inode: &Inode, st: &Statx) {
+    pub(super) fn saw(&self, inode: &Arc<Inode>, st: &Statx) {
         if let Some(pass) = self.passing() {
             let look = || inode.with_fd(&self.places, |fd| Ok(stat(fd, c"")?.stx_size));
             pass.saw(inode.id, st.stx_size, look);

@@ -6,8 +6,10 @@ mod dir;
 mod file;
 mod file_handle;
 mod handle;
+mod host;
 pub mod idmap;
 mod inode;
+mod kept;
 mod lock;
 mod mapping;
 mod name;
@@ -27,7 +29,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use dashmap::DashMap;
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 
@@ -35,6 +36,7 @@ use crate::fuse::abi::InitFlags;
 use crate::fuse::ops::{Control, Result, Session};
 use crate::window::{self, Window};
 use handle::Handles;
+use host::Hosts;
 use idmap::IdMap;
 use inode::Inodes;
 use lock::Locks;
@@ -168,8 +170,7 @@ pub struct PassthroughFs {
     handles: Handles,
     places: Arc<file_handle::Handles>,
     locks: Locks,
-    /// Whether a device's file system does something at close(2), by device number.
-    flushes: DashMap<u64, bool>,
+    hosts: Hosts,
     /// The host's name of security.capability, if it is another one: then its removal by a write is ours to do.
     capability: Option<CString>,
     /// What INIT settled ([`InitFlags`]).
@@ -213,7 +214,7 @@ impl PassthroughFs {
             handles: Handles::new(),
             places: Arc::new(file_handle::Handles::new(config.inode_file_handles)),
             locks: Locks::default(),
-            flushes: DashMap::new(),
+            hosts: Hosts::default(),
             capability,
             session: AtomicU64::new(0),
             proc_self_fd: Arc::new(proc_self_fd),

@@ -55,11 +55,15 @@ impl PassthroughFs {
         }
         let fd = open_path(dir, name)?;
         let st = stat(fd.as_fd(), c"")?;
-        let inode = self.inodes.learn(&st, self.places.place(fd)?);
+        let (place, spare) = self.places.place(fd)?;
+        let inode = self.inodes.learn(&st, place);
+        if let Some(fd) = spare {
+            inode.keep(&self.places, fd);
+        }
         Ok(self.entry(parent, &inode, &st))
     }
 
-    pub(super) fn entry(&self, parent: &Inode, inode: &Inode, st: &Statx) -> EntryOut {
+    pub(super) fn entry(&self, parent: &Inode, inode: &Arc<Inode>, st: &Statx) -> EntryOut {
         inode.tell_size(st.stx_size);
         self.saw(inode, st);
         let mut attr = self.attr(st);

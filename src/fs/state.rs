@@ -132,7 +132,7 @@ impl Saver<'_> {
         }
     }
 
-    fn by_path(&self, finder: &Finder, inode: &Inode) -> Result<Location> {
+    fn by_path(&self, finder: &Finder, inode: &Arc<Inode>) -> Result<Location> {
         if inode.id == ROOT_ID {
             return Ok(Location::Root);
         }
@@ -146,7 +146,7 @@ impl Saver<'_> {
         if finder.is_at(inode, &path) { Ok(Location::Path(path)) } else { Err(Errno::NOENT) }
     }
 
-    fn confirm(&self, finder: &Finder, inode: &Inode, location: &Location) -> bool {
+    fn confirm(&self, finder: &Finder, inode: &Arc<Inode>, location: &Location) -> bool {
         match location {
             Location::Path(path) => finder.is_at(inode, path),
             Location::Entry { parent, name } => {
@@ -158,14 +158,14 @@ impl Saver<'_> {
     }
 
     /// A removed file is nowhere to be found; one that was never opened may have another name.
-    fn has_name(&self, inode: &Inode) -> bool {
+    fn has_name(&self, inode: &Arc<Inode>) -> bool {
         match inode.with_fd(&self.fs.places, |fd| stat(fd, c"")) {
             Ok(st) => st.stx_nlink > 0,
             Err(_) => inode.lazy().is_some(),
         }
     }
 
-    fn by_handle(&mut self, inode: &Inode) -> Location {
+    fn by_handle(&mut self, inode: &Arc<Inode>) -> Location {
         if inode.id == ROOT_ID {
             return Location::Root;
         }
@@ -182,7 +182,7 @@ impl Saver<'_> {
     }
 
     /// The inode's handle. It opens an entry that was not needed yet, but does not keep it open.
-    fn raw(&self, inode: &Inode) -> Result<RawState> {
+    fn raw(&self, inode: &Arc<Inode>) -> Result<RawState> {
         let raw = |fd: BorrowedFd| Ok(raw_handle(fd)?.0);
         let Some((parent, name)) = inode.lazy() else { return inode.with_fd(&self.fs.places, raw) };
         let fd = parent.with_fd(&self.fs.places, |dir| open_path(dir, &name))?;
@@ -190,7 +190,7 @@ impl Saver<'_> {
     }
 
     /// Adds the mount on which the inode is.
-    fn mount(&mut self, inode: &Inode) -> Result<u32> {
+    fn mount(&mut self, inode: &Arc<Inode>) -> Result<u32> {
         let path = self.mount_path(inode)?;
         let fd = open_beneath(self.root, &path)?;
         let (root, _) = raw_handle(fd.as_fd())?;
@@ -199,7 +199,7 @@ impl Saver<'_> {
     }
 
     /// The shortest path that leads from the share's root to the inode's mount. The inode itself may have no name left.
-    fn mount_path(&self, inode: &Inode) -> Result<Vec<u8>> {
+    fn mount_path(&self, inode: &Arc<Inode>) -> Result<Vec<u8>> {
         let is_there = |path: &[u8]| {
             let st = open_beneath(self.root, path).and_then(|fd| stat(fd.as_fd(), c""));
             st.is_ok_and(|st| st.stx_mnt_id == inode.key.mount)
@@ -213,7 +213,7 @@ impl Saver<'_> {
         ways.into_iter().find(|way| is_there(way)).map(Into::into).ok_or(Errno::NOENT)
     }
 
-    fn inode(&self, inode: &Inode, location: Location) -> InodeState {
+    fn inode(&self, inode: &Arc<Inode>, location: Location) -> InodeState {
         let (id, nlookup, format) = (inode.id, inode.nlookup(), inode.format());
         let m = &self.fs.config.migration;
         if !m.verify_handles || m.mode != MigrationMode::FindPaths || matches!(location, Location::Lost(_)) {
@@ -321,7 +321,7 @@ impl<'a> Loader<'a> {
             Location::Root => return Err(Errno::INVAL),
         };
         let st = verify(fd.as_fd(), inode)?;
-        Ok((st, self.fs.places.place(fd)?))
+        Ok((st, self.fs.places.place(fd)?.0))
     }
 
     fn find_entry(&self, inode: &InodeState, parent: u64, name: &[u8]) -> Result<(Statx, Place)> {
@@ -341,13 +341,16 @@ impl<'a> Loader<'a> {
         self.fs.handles.restore(handle.fh, opened).map_err(|_| invalid("the state is damaged: an impossible handle"))
     }
 
-    fn open(&mut self, inode: &Inode, handle: &HandleState) -> io::Result<std::result::Result<Handle, u64>> {
+    fn open(&mut self, inode: &Arc<Inode>, handle: &HandleState) -> io::Result<std::result::Result<Handle, u64>> {
         let opened = match (handle.directory, inode.format()) {
             (true, libc::S_IFDIR) => {
                 let file = inode.open(&self.fs.places, OFlags::RDONLY | OFlags::DIRECTORY);
-                file.map(|file| Handle::dir(file, inode.id))
+                file.map(|file| {
+                    let host = self.fs.hosts.get(inode.key.dev, file.as_fd());
+                    Handle::dir(file, inode.id, host)
+                })
             }
-            (false, libc::S_IFREG) => self.open_file(inode, handle.flags).map(|file| Handle::file(file, inode.id)),
+            (false, libc::S_IFREG) => self.open_file(inode, handle.flags).map(|file| self.fs.handle(inode, file)),
             // The file there is of another type than the one that was open.
             _ => Err(Errno::STALE),
         };
@@ -360,7 +363,7 @@ impl<'a> Loader<'a> {
         }
     }
 
-    fn open_file(&self, inode: &Inode, flags: u32) -> Result<OwnedFd> {
+    fn open_file(&self, inode: &Arc<Inode>, flags: u32) -> Result<OwnedFd> {
         let mut keep = KEPT;
         keep.set(OFlags::DIRECT, self.fs.config.allow_direct_io);
         keep.set(OFlags::NOATIME, self.fs.config.preserve_noatime);

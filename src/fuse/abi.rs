@@ -150,6 +150,7 @@ bitflags::bitflags! {
         const DIRECT_IO = 1 << 0;
         const KEEP_CACHE = 1 << 1;
         const CACHE_DIR = 1 << 3;
+        const NOFLUSH = 1 << 5;
         const PARALLEL_DIRECT_WRITES = 1 << 6;
         const PASSTHROUGH = 1 << 7;
     }

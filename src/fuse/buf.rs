@@ -37,8 +37,12 @@ impl IoVecs {
             if near && self.near == self.len {
                 self.near = self.near.saturating_add(len);
             }
-            self.vecs.push(libc::iovec { iov_base: base.cast(), iov_len: len });
             self.len = self.len.saturating_add(len);
+            // A guest's buffer is often one range in as many descriptors as it has pages.
+            match self.vecs.last_mut() {
+                Some(last) if last.iov_base.cast::<u8>().wrapping_add(last.iov_len) == base => last.iov_len += len,
+                _ => self.vecs.push(libc::iovec { iov_base: base.cast(), iov_len: len }),
+            }
         }
     }
 

@@ -10,6 +10,7 @@ mod request;
 mod state;
 
 use std::ops::ControlFlow;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -60,23 +61,58 @@ pub type Deferred = Box<dyn FnOnce() -> Vec<u8> + Send>;
 /// A request that another thread serves: hands it over with what takes the whole reply, header included.
 pub type Handed = Box<dyn FnOnce(Box<dyn FnOnce(Vec<u8>) + Send>) + Send>;
 
+/// A READ whose data is not in memory.
+pub struct LateRead {
+    pub unique: u64,
+    pub file: OwnedFd,
+    /// Bytes.
+    pub offset: u64,
+    pub size: usize,
+}
+
+impl LateRead {
+    /// Reads, which waits; the whole reply, header included.
+    pub fn wait(self) -> Vec<u8> {
+        let mut reply = vec![0; size_of::<OutHeader>() + self.size.min(MAX_WRITE as usize)];
+        let result = rustix::io::pread(&self.file, &mut reply[size_of::<OutHeader>()..], self.offset);
+        let header = read_header(self.unique, result.map_or_else(|e| -e.raw_os_error(), |n| n as i32));
+        reply[..size_of::<OutHeader>()].copy_from_slice(header.as_bytes());
+        reply.truncate(header.len as usize);
+        reply
+    }
+}
+
+/// The header of the reply to a READ. `result`: bytes, or a negative errno.
+pub fn read_header(unique: u64, result: i32) -> OutHeader {
+    OutHeader { len: size_of::<OutHeader>() as u32 + result.max(0) as u32, error: result.min(0), unique }
+}
+
 /// What became of a request.
 pub enum Outcome {
     /// A reply of so many bytes stands in the writable slices.
     Replied(usize),
     /// There is nothing to answer, or nowhere to answer to: return the chain with length 0.
     Silent,
-    /// The reply comes later.
+    /// The reply comes later: it waits for other processes or the frontend.
     Deferred(Deferred),
+    /// The reply comes later: it waits for the host's file system alone.
+    Slow(Deferred),
+    /// As that. The data belongs behind the room for the reply's header.
+    Read(LateRead),
     Handed(Handed),
 }
+
+type Body = Box<dyn FnOnce() -> Result<Vec<u8>> + Send>;
 
 /// How an operation ended that did not fail.
 enum Done {
     Reply,
     Silent,
     /// It makes the reply's body, on a thread of its own.
-    Wait(Box<dyn FnOnce() -> Result<Vec<u8>> + Send>),
+    Wait(Body),
+    /// As that, and waits for the host's file system alone.
+    Slow(Body),
+    Read(LateRead),
     /// The reply's body comes from another thread.
     Hand(Handover<Vec<u8>>),
 }
@@ -105,6 +141,8 @@ impl<F: FileSystem + Send + Sync + 'static> Server<F> {
             Ok(Done::Reply) => reply.finish(unique),
             Ok(Done::Silent) => Outcome::Silent,
             Ok(Done::Wait(wait)) => Outcome::Deferred(Box::new(move || late_reply(unique, wait()))),
+            Ok(Done::Slow(wait)) => Outcome::Slow(Box::new(move || late_reply(unique, wait()))),
+            Ok(Done::Read(read)) => Outcome::Read(read),
             Ok(Done::Hand(hand)) => {
                 Outcome::Handed(Box::new(move |take| hand(Box::new(move |result| take(late_reply(unique, result))))))
             }
@@ -120,11 +158,29 @@ impl<F: FileSystem + Send + Sync + 'static> Server<F> {
 
     /// Has a request served on a thread of its own.
     fn wait(&self, serve: impl FnOnce(&F) -> Result<Vec<u8>> + Send + 'static) -> Done {
+        Done::Wait(self.apart(serve))
+    }
+
+    fn apart(&self, serve: impl FnOnce(&F) -> Result<Vec<u8>> + Send + 'static) -> Body {
         let fs = self.fs.clone();
-        Done::Wait(Box::new(move || {
+        Box::new(move || {
             fs.enter_thread();
             serve(&fs)
-        }))
+        })
+    }
+
+    /// Serves a request that may wait for the file system on which the file `fh` lies: here, or on a thread of its own.
+    fn perhaps_slow(
+        &self,
+        (node, fh): (u64, u64),
+        reply: &mut Reply,
+        serve: impl FnOnce(&F) -> Result<Vec<u8>> + Send + 'static,
+    ) -> Result<Done> {
+        if self.fs.waits(node, fh) {
+            return Ok(Done::Slow(self.apart(serve)));
+        }
+        reply.bytes(&serve(&self.fs)?)?;
+        Ok(Done::Reply)
     }
 
     fn has(&self, flag: InitFlags) -> bool {
@@ -203,7 +259,10 @@ impl<F: FileSystem + Send + Sync + 'static> Server<F> {
             }
             Opcode::Read => {
                 let args: ReadIn = request.take()?;
-                reply.fill(args.size as usize, |to| fs.read(node, &args, to))?
+                if let Reading::Waits(file) = reply.fill(args.size as usize, |to| fs.read(node, &args, to))? {
+                    let (unique, size) = (request.header.unique, args.size as usize);
+                    return Ok(Done::Read(LateRead { unique, file, offset: args.offset, size }));
+                }
             }
             Opcode::Write => {
                 let args: WriteIn = request.take()?;
@@ -295,14 +354,18 @@ impl<F: FileSystem + Send + Sync + 'static> Server<F> {
             }
             Opcode::Fsync => {
                 let args: FsyncIn = request.take()?;
-                fs.fsync(node, args.fh, args.fsync_flags & FSYNC_FDATASYNC != 0)?
+                let data = args.fsync_flags & FSYNC_FDATASYNC != 0;
+                return self.perhaps_slow((node, args.fh), reply, move |fs| {
+                    fs.fsync(node, args.fh, data).map(|()| Vec::new())
+                });
             }
             Opcode::Fallocate => {
-                let args = request.take()?;
+                let args: FallocateIn = request.take()?;
+                let serve = move |fs: &F| fs.fallocate(node, &args).map(|()| Vec::new());
                 if fs.shrinks_wait() {
-                    return Ok(self.wait(move |fs| fs.fallocate(node, &args).map(|()| Vec::new())));
+                    return Ok(self.wait(serve));
                 }
-                fs.fallocate(node, &args)?
+                return self.perhaps_slow((node, args.fh), reply, serve);
             }
             Opcode::Lseek => {
                 let args: LseekIn = request.take()?;
@@ -312,14 +375,19 @@ impl<F: FileSystem + Send + Sync + 'static> Server<F> {
                 // The reply counts in 32 bits.
                 let mut args: CopyFileRangeIn = request.take()?;
                 args.len = args.len.min(u64::from(u32::MAX >> 1));
-                let size = fs.copy_file_range(node, &args)? as u32;
-                reply.put(&WriteOut { size, padding: 0 })?
+                return self.perhaps_slow((node, args.fh_in), reply, move |fs| {
+                    let size = fs.copy_file_range(node, &args)? as u32;
+                    Ok(WriteOut { size, padding: 0 }.as_bytes().to_vec())
+                });
             }
             Opcode::CopyFileRange64 => {
-                let bytes_copied = fs.copy_file_range(node, &request.take()?)? as u64;
-                reply.put(&CopyFileRangeOut { bytes_copied })?
+                let args: CopyFileRangeIn = request.take()?;
+                return self.perhaps_slow((node, args.fh_in), reply, move |fs| {
+                    let bytes_copied = fs.copy_file_range(node, &args)? as u64;
+                    Ok(CopyFileRangeOut { bytes_copied }.as_bytes().to_vec())
+                });
             }
-            Opcode::Syncfs => fs.syncfs(node)?,
+            Opcode::Syncfs => return Ok(Done::Slow(self.apart(move |fs| fs.syncfs(node).map(|()| Vec::new())))),
             Opcode::Opendir => {
                 let args: OpenIn = request.take()?;
                 reply.put(&fs.opendir(node, args.flags)?)?
@@ -338,7 +406,10 @@ impl<F: FileSystem + Send + Sync + 'static> Server<F> {
             }
             Opcode::Fsyncdir => {
                 let args: FsyncIn = request.take()?;
-                fs.fsyncdir(node, args.fh, args.fsync_flags & FSYNC_FDATASYNC != 0)?
+                let data = args.fsync_flags & FSYNC_FDATASYNC != 0;
+                return self.perhaps_slow((node, args.fh), reply, move |fs| {
+                    fs.fsyncdir(node, args.fh, data).map(|()| Vec::new())
+                });
             }
             Opcode::Setxattr => self.setxattr(request)?,
             Opcode::Getxattr => {

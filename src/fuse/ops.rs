@@ -3,6 +3,7 @@
 use std::ffi::CStr;
 use std::io;
 use std::ops::ControlFlow;
+use std::os::fd::OwnedFd;
 
 use rustix::io::Errno;
 
@@ -137,14 +138,24 @@ pub trait Names {
 /// What CREATE and TMPFILE are answered with.
 pub type Created = (EntryOut, OpenOut);
 
+/// How a READ ended.
+pub enum Reading {
+    /// So many bytes were read.
+    Done(usize),
+    /// It would wait for the host's file system; nothing is read that counts.
+    Waits(OwnedFd),
+}
+
 pub trait Files {
     fn open(&self, node: u64, open: &OpenIn) -> Result<Served<OpenOut>>;
     fn create(&self, parent: u64, name: &CStr, create: &CreateIn, by: &Creator) -> Result<Served<Created>>;
     fn tmpfile(&self, parent: u64, create: &CreateIn, by: &Creator) -> Result<Served<Created>>;
-    fn read(&self, node: u64, read: &ReadIn, to: &IoRange) -> Result<usize>;
+    fn read(&self, node: u64, read: &ReadIn, to: &IoRange) -> Result<Reading>;
     fn write(&self, node: u64, write: &WriteIn, from: &IoRange) -> Result<usize>;
     fn flush(&self, node: u64, fh: u64, lock_owner: u64) -> Result<()>;
     fn release(&self, node: u64, release: &ReleaseIn) -> Result<()>;
+    /// Whether a sync, a copy or an allocation may take long: a worker must not do it.
+    fn waits(&self, node: u64, fh: u64) -> bool;
     fn fsync(&self, node: u64, fh: u64, datasync: bool) -> Result<()>;
     fn fallocate(&self, node: u64, args: &FallocateIn) -> Result<()>;
     fn lseek(&self, node: u64, fh: u64, offset: u64, whence: u32) -> Result<u64>;

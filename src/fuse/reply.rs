@@ -5,7 +5,7 @@ use zerocopy::{Immutable, IntoBytes};
 
 use super::abi::*;
 use super::buf::{IoRange, IoVecs};
-use super::ops::{DirSink, Result};
+use super::ops::{DirSink, Reading, Result};
 use super::{Outcome, header};
 
 const HEADER: usize = size_of::<OutHeader>();
@@ -32,7 +32,7 @@ impl<'a> Reply<'a> {
         self.bytes(body.as_bytes())
     }
 
-    fn bytes(&mut self, bytes: &[u8]) -> Result<()> {
+    pub fn bytes(&mut self, bytes: &[u8]) -> Result<()> {
         if self.to.write_at(self.len, bytes) < bytes.len() {
             return Err(Errno::OVERFLOW);
         }
@@ -41,12 +41,13 @@ impl<'a> Reply<'a> {
     }
 
     /// Adds up to `size` bytes that `read` puts into guest memory by itself.
-    pub fn fill(&mut self, size: usize, read: impl FnOnce(&IoRange) -> Result<usize>) -> Result<()> {
+    pub fn fill(&mut self, size: usize, read: impl FnOnce(&IoRange) -> Result<Reading>) -> Result<Reading> {
         let range = self.to.range(self.len..self.len.saturating_add(size));
-        let n = read(&range)?.min(range.len());
-        drop(range);
-        self.len += n;
-        Ok(())
+        let reading = read(&range)?;
+        if let Reading::Done(n) = reading {
+            self.len += n.min(range.len());
+        }
+        Ok(reading)
     }
 
     /// Adds what `f` writes to the scratch buffer.

@@ -1,0 +1,60 @@
+//! How long a worker looks at its empty ring before it sleeps: a wake-up costs both sides more than most requests do.
+
+use std::time::{Duration, Instant};
+
+/// Shortest time worth polling for: about what it costs to go to sleep and be woken.
+const SHORTEST: Duration = Duration::from_micros(4);
+
+/// Looks at the ring between two offers of the CPU to others: some 2 µs.
+const LOOKS: u32 = 32;
+
+/// The state of one worker. The time adapts as KVM's halt polling does (virt/kvm/kvm_main.c): requests that come
+/// soon after the worker has gone to sleep lengthen it, long silence shortens it.
+#[derive(Default)]
+pub struct Poll {
+    /// How long it polls now.
+    time: Duration,
+    /// When the ring was seen empty.
+    since: Option<Instant>,
+    looks: u32,
+}
+
+impl Poll {
+    /// The worker was woken. `longest`: bound of the time.
+    pub fn wake(&mut self, longest: Duration) {
+        if let Some(idle) = self.since.take().map(|since| since.elapsed()) {
+            self.time = match idle {
+                // Polling would have found it.
+                idle if idle < longest => (2 * self.time).max(SHORTEST).min(longest),
+                _ if self.time > SHORTEST => self.time / 2,
+                _ => Duration::ZERO,
+            };
+        }
+    }
+
+    /// Whether the ring was empty for long enough.
+    pub fn is_over(&self) -> bool {
+        self.time.is_zero() || self.since.is_some_and(|since| since.elapsed() >= self.time)
+    }
+
+    /// There was nothing: other threads may have the CPU, if they want it.
+    pub fn pause(&mut self) {
+        self.since.get_or_insert_with(Instant::now);
+        self.looks += 1;
+        if self.looks % LOOKS == 0 {
+            std::thread::yield_now();
+        } else {
+            std::hint::spin_loop();
+        }
+    }
+
+    /// There was something.
+    pub fn found(&mut self) {
+        self.since = None;
+    }
+
+    /// The worker goes to sleep.
+    pub fn rest(&mut self) {
+        self.since.get_or_insert_with(Instant::now);
+    }
+}

@@ -1,0 +1,81 @@
+//! What the host's file systems are like, of which a share may have several.
+
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use dashmap::DashMap;
+use rustix::fs::fstatfs;
+use rustix::io::Errno;
+
+use super::sys;
+use crate::fuse::buf::IoRange;
+
+/// File systems on which close(2) neither writes nor reports anything (statfs(2)'s f_type).
+const LOCAL: [i64; 8] = [
+    libc::EXT4_SUPER_MAGIC,
+    libc::XFS_SUPER_MAGIC,
+    libc::BTRFS_SUPER_MAGIC,
+    libc::TMPFS_MAGIC,
+    RAMFS,
+    libc::F2FS_SUPER_MAGIC,
+    libc::OVERLAYFS_SUPER_MAGIC,
+    // ZFS
+    0x2fc1_2fc1,
+];
+
+/// RAMFS_MAGIC of include/uapi/linux/magic.h.
+const RAMFS: i64 = 0x8584_58f6;
+
+/// One file system.
+#[derive(Debug, Default)]
+pub struct HostFs {
+    /// A close of a file means something.
+    pub flushes: bool,
+    /// All of it is in memory: nothing waits.
+    pub in_memory: bool,
+    /// It does not say whether a read would wait (RWF_NOWAIT).
+    silent: AtomicBool,
+}
+
+impl HostFs {
+    fn of(fd: BorrowedFd) -> Self {
+        // One that tells nothing may do anything at close.
+        let kind = fstatfs(fd).map_or(0, |st| st.f_type);
+        let in_memory = matches!(kind, libc::TMPFS_MAGIC | RAMFS);
+        Self { flushes: !LOCAL.contains(&kind), in_memory, silent: AtomicBool::new(in_memory) }
+    }
+
+    /// Reads what is in memory; `None` if that is not all there is to read.
+    pub fn read_cached(&self, fd: BorrowedFd, to: &IoRange, offset: u64) -> Result<Option<usize>, Errno> {
+        if self.silent.load(Ordering::Relaxed) {
+            // A local one without RWF_NOWAIT, such as overlayfs, most often has it in memory: to ask another thread each
+            // time would cost more than the few waits.
+            return if self.flushes { Ok(None) } else { sys::preadv(fd, to, offset, 0).map(Some) };
+        }
+        match sys::preadv(fd, to, offset, libc::RWF_NOWAIT) {
+            Ok(n) if n < to.len() && !sys::is_end(fd, offset.saturating_add(n as u64)) => Ok(None),
+            Ok(n) => Ok(Some(n)),
+            Err(Errno::AGAIN) => Ok(None),
+            Err(Errno::OPNOTSUPP) => {
+                self.silent.store(true, Ordering::Relaxed);
+                self.read_cached(fd, to, offset)
+            }
+            Err(errno) => Err(errno),
+        }
+    }
+}
+
+/// All of them, by device number.
+#[derive(Default)]
+pub struct Hosts(DashMap<u64, Arc<HostFs>>);
+
+impl Hosts {
+    /// The file system with this device number, on which `fd` lies.
+    pub fn get(&self, dev: u64, fd: BorrowedFd) -> Arc<HostFs> {
+        if let Some(known) = self.0.get(&dev) {
+            return known.clone();
+        }
+        self.0.entry(dev).or_insert_with(|| Arc::new(HostFs::of(fd))).clone()
+    }
+}
