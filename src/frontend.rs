@@ -441,10 +441,12 @@ impl Queue {
 
     fn sleep(&self, timeout: Duration) -> io::Result<()> {
         let millis = i32::try_from(timeout.as_millis() + 1).unwrap_or(i32::MAX);
-        if self.epoll.wait(millis, &mut [EpollEvent::default()])? > 0 {
-            self.call.read()?;
+        match self.epoll.wait(millis, &mut [EpollEvent::default()]) {
+            Ok(0) => Ok(()),
+            Ok(_) => self.call.read().map(drop),
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok(()),
+            Err(e) => Err(e),
         }
-        Ok(())
     }
 }
 

@@ -112,7 +112,7 @@ fn measure(options: &Options) -> Result<Results> {
     };
     for table in frontend::TABLES {
         println!("{} ...", table.title);
-        let time = std::time::Duration::from_millis(if options.quick { 100 } else { 1000 });
+        let time = std::time::Duration::from_millis(if options.quick { 100 } else { 500 });
         results.rows.push(frontend::measure(table, rounds, time)?);
     }
     for round in 1..=rounds {

@@ -58,3 +58,32 @@ impl Poll {
         self.since.get_or_insert_with(Instant::now);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_time_follows_what_comes() {
+        let longest = Duration::from_secs(3600);
+        let mut poll = Poll::default();
+        poll.wake(longest);
+        assert!(poll.is_over());
+        poll.rest();
+        poll.wake(longest);
+        assert_eq!(poll.time, SHORTEST);
+        (0..100).for_each(|_| {
+            poll.rest();
+            poll.wake(longest);
+        });
+        assert_eq!(poll.time, longest);
+        poll.found();
+        assert!(!poll.is_over());
+        // Whatever comes now comes too late.
+        (0..40).for_each(|_| {
+            poll.rest();
+            poll.wake(Duration::ZERO);
+        });
+        assert_eq!(poll.time, Duration::ZERO);
+    }
+}

@@ -59,7 +59,8 @@ impl PassthroughFs {
             CachePolicy::Never | CachePolicy::Metadata => OpenFlags::DIRECT_IO | OpenFlags::PARALLEL_DIRECT_WRITES,
         };
         let entry = self.count(inode, file.as_fd(), flags);
-        let handle = self.handle(inode, file);
+        let mut handle = self.handle(inode, file);
+        handle.plain = handle.host.open_is_open && self.is_plain(flags);
         // Nothing can be dirty by this handle, no file system waits for its close, and no lock goes with it.
         let reads = flags & libc::O_ACCMODE as u32 == libc::O_RDONLY as u32;
         open_flags.set(OpenFlags::NOFLUSH, reads && !handle.host.flushes && !self.config.posix_lock);
@@ -69,6 +70,12 @@ impl PassthroughFs {
             Some(index) => OpenOut { fh, open_flags: OpenFlags::PASSTHROUGH.bits(), backing_id: index as i32 },
             None => OpenOut { fh, open_flags: open_flags.bits(), backing_id: 0 },
         }))
+    }
+
+    /// Whether such an open is like any other for reading. A lock goes with its own.
+    fn is_plain(&self, flags: u32) -> bool {
+        let special = self.host_flags(flags) - (OFlags::NOCTTY | OFlags::CLOEXEC | OFlags::LARGEFILE);
+        special.is_empty() && !self.config.flock && !self.config.posix_lock
     }
 
     pub(super) fn handle(&self, inode: &Arc<Inode>, file: OwnedFd) -> Handle {
@@ -88,6 +95,11 @@ impl PassthroughFs {
             return Err(Errno::BADF);
         }
         cred::keep_setid(open.open_flags & OPEN_KILL_SUIDGID == 0);
+        if self.is_plain(open.flags)
+            && let Some(file) = inode.take_readable()
+        {
+            return self.opened(&inode, file, open.flags);
+        }
         let opening = || self.try_open(open.flags, |flags| inode.open(&self.places, flags));
         let file = match open.flags & libc::O_TRUNC as u32 {
             0 => opening()?,
@@ -214,6 +226,11 @@ impl Files for PassthroughFs {
             self.locks.drop_owner(node, owner);
         }
         self.uncount(node);
+        if handle.plain
+            && let Ok(inode) = self.inodes.get(node)
+        {
+            inode.keep(&self.places, handle.into_fd(), true);
+        }
         Ok(())
     }
 

@@ -43,21 +43,19 @@ impl FileHandle {
 /// How inodes are held, and a file of each mount that has one.
 pub struct Handles {
     mode: FileHandles,
-    /// None where all inodes are held by descriptor.
-    pub kept: Option<Arc<Kept>>,
+    pub kept: Arc<Kept>,
     mounts: DashMap<i32, Weak<OwnedFd>>,
 }
 
 impl Drop for Handles {
     fn drop(&mut self) {
-        self.kept.iter().for_each(|kept| kept.end());
+        self.kept.end();
     }
 }
 
 impl Handles {
     pub fn new(mode: FileHandles) -> Self {
-        let kept = (mode != FileHandles::Never).then(Kept::start);
-        Self { mode, kept, mounts: DashMap::new() }
+        Self { mode, kept: Kept::start(), mounts: DashMap::new() }
     }
 
     /// Whether some inodes are held by handle.

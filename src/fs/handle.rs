@@ -16,6 +16,8 @@ pub struct Handle {
     pub node: u64,
     /// The file system on which it lies.
     pub host: Arc<HostFs>,
+    /// Opened for reading alone and by nothing but that: at its end it may serve the next such open.
+    pub plain: bool,
     /// For directories: where the listing is.
     dir: Option<Box<Mutex<DirState>>>,
     /// Owners of POSIX locks that were asked for through this handle.
@@ -24,7 +26,7 @@ pub struct Handle {
 
 impl Handle {
     pub fn file(file: OwnedFd, node: u64, host: Arc<HostFs>) -> Self {
-        Self { file, node, host, dir: None, lock_owners: Mutex::default() }
+        Self { file, node, host, plain: false, dir: None, lock_owners: Mutex::default() }
     }
 
     pub fn dir(file: OwnedFd, node: u64, host: Arc<HostFs>) -> Self {
@@ -51,6 +53,10 @@ impl Handle {
 
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
+    }
+
+    pub fn into_fd(self) -> OwnedFd {
+        self.file
     }
 
     /// The open file, for who may use it longer than the handle lives.

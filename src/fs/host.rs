@@ -34,6 +34,8 @@ pub struct HostFs {
     pub flushes: bool,
     /// All of it is in memory: nothing waits.
     pub in_memory: bool,
+    /// An open file is as good as one opened now: no server is asked at open(2), and there is no copy-up.
+    pub open_is_open: bool,
     /// It does not say whether a read would wait (RWF_NOWAIT).
     silent: AtomicBool,
 }
@@ -43,7 +45,9 @@ impl HostFs {
         // One that tells nothing may do anything at close.
         let kind = fstatfs(fd).map_or(0, |st| st.f_type);
         let in_memory = matches!(kind, libc::TMPFS_MAGIC | RAMFS);
-        Self { flushes: !LOCAL.contains(&kind), in_memory, silent: AtomicBool::new(in_memory) }
+        let flushes = !LOCAL.contains(&kind);
+        let open_is_open = !flushes && kind != libc::OVERLAYFS_SUPER_MAGIC;
+        Self { flushes, in_memory, open_is_open, silent: AtomicBool::new(in_memory) }
     }
 
     /// Reads what is in memory; `None` if that is not all there is to read.

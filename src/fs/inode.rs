@@ -116,9 +116,18 @@ pub struct Inode {
     /// Locked for reading while the file is in use, and that recursively (a rename within one directory uses it twice);
     /// for writing when it changes, with no other lock held.
     place: RwLock<Place>,
-    /// A descriptor besides a handle, for as long as it is used ([`super::kept`]). Locked as `place` is, and after it.
-    kept: RwLock<Option<OwnedFd>>,
+    /// A descriptor besides its place, for as long as it is used ([`super::kept`]). Locked as `place` is, and after it.
+    kept: RwLock<Option<Spare>>,
+    /// It was used since the last sweep, and the sweep knows of it.
     used: AtomicBool,
+    listed: AtomicBool,
+}
+
+/// A descriptor that is kept.
+struct Spare {
+    fd: OwnedFd,
+    /// Open for reading, with no other flag; else by O_PATH.
+    readable: bool,
 }
 
 impl Inode {
@@ -132,6 +141,7 @@ impl Inode {
             place: RwLock::new(place),
             kept: RwLock::new(None),
             used: AtomicBool::new(false),
+            listed: AtomicBool::new(false),
         }
     }
 
@@ -158,12 +168,13 @@ impl Inode {
         match &*self.found(handles)? {
             Place::Fd(fd) => f(fd.as_fd()),
             Place::Handle(handle) => {
-                if let Some(fd) = &*self.kept() {
-                    return f(fd.as_fd());
+                self.used.store(true, Ordering::Relaxed);
+                if let Some(spare) = &*self.kept.read_recursive() {
+                    return f(spare.fd.as_fd());
                 }
                 let fd = handle.open(OFlags::PATH)?;
                 let result = f(fd.as_fd());
-                self.keep(handles, fd);
+                self.keep(handles, fd, false);
                 result
             }
             Place::Name(..) => Err(Errno::STALE),
@@ -189,38 +200,41 @@ impl Inode {
     pub fn open(&self, handles: &Handles, flags: OFlags) -> Result<OwnedFd> {
         match &*self.found(handles)? {
             Place::Fd(fd) => reopen(fd.as_fd(), flags),
-            Place::Handle(handle) => match &*self.kept() {
-                Some(fd) => reopen(fd.as_fd(), flags),
-                None => handle.open(flags),
-            },
+            // Faster than by a descriptor that is kept, which takes a path in /proc.
+            Place::Handle(handle) => handle.open(flags),
             Place::Name(..) => Err(Errno::STALE),
             Place::Lost => Err(Errno::IO),
         }
     }
 
-    fn kept(&self) -> RwLockReadGuard<'_, Option<OwnedFd>> {
+    /// Keeps a descriptor of its file, `readable` or an O_PATH one, if there is room for one.
+    pub fn keep(self: &Arc<Self>, handles: &Handles, fd: OwnedFd, readable: bool) {
+        if !self.listed.swap(true, Ordering::Relaxed) && !handles.kept.add(self) {
+            self.listed.store(false, Ordering::Relaxed);
+            return;
+        }
         self.used.store(true, Ordering::Relaxed);
-        self.kept.read_recursive()
-    }
-
-    /// Keeps an O_PATH descriptor of its file, if there is room for one.
-    pub fn keep(self: &Arc<Self>, handles: &Handles, fd: OwnedFd) {
-        let Some(kept) = &handles.kept else { return };
-        if let Some(mut place) = self.kept.try_write()
-            && place.is_none()
-            && kept.add(self)
+        if let Some(mut kept) = self.kept.try_write()
+            && kept.as_ref().is_none_or(|spare| readable && !spare.readable)
         {
-            *place = Some(fd);
+            *kept = Some(Spare { fd, readable });
         }
     }
 
-    /// Closes its descriptor if it was not used since the last call. Whether it still has one.
+    /// A descriptor that was kept and is open for reading.
+    pub fn take_readable(&self) -> Option<OwnedFd> {
+        let spare = self.kept.try_write()?.take_if(|spare| spare.readable)?;
+        Some(spare.fd)
+    }
+
+    /// Closes its descriptor if it was not used since the last call. Whether it may still have one.
     pub fn keeps_on(&self) -> bool {
         if self.used.swap(false, Ordering::Relaxed) {
             return true;
         }
         // One that is locked is in use.
         let Some(mut kept) = self.kept.try_write() else { return true };
+        self.listed.store(false, Ordering::Relaxed);
         *kept = None;
         false
     }

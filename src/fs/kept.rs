@@ -1,5 +1,6 @@
-//! Descriptors of inodes that are held by file handle and in use: to open a handle takes longer than most of what is then
-//! done.
+//! Descriptors that are kept while they are used: O_PATH ones of inodes that are held by file handle, which takes longer
+//! to open than most of what is then done, and those that the guest opened for reading and has closed, since a build, for
+//! one, opens the same headers again and again.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};

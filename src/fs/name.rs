@@ -58,7 +58,7 @@ impl PassthroughFs {
         let (place, spare) = self.places.place(fd)?;
         let inode = self.inodes.learn(&st, place);
         if let Some(fd) = spare {
-            inode.keep(&self.places, fd);
+            inode.keep(&self.places, fd, false);
         }
         Ok(self.entry(parent, &inode, &st))
     }

@@ -287,6 +287,31 @@ fn readdirplus_opens_nothing_and_its_inodes_open_at_need() {
 }
 
 #[test]
+fn what_was_open_for_reading_is_open_again() {
+    let s = plain();
+    s.put("f", b"data");
+    s.lookup(c"f").unwrap();
+    let settle = || (0..2).for_each(|_| s.fs.places.kept.sweep());
+    let before = s.descriptors();
+    let (node, fh) = s.open(c"f", libc::O_RDONLY);
+    let held = s.descriptors();
+    let release = |fh| s.fs.release(node, &ReleaseIn { fh, ..Default::default() }).unwrap();
+    release(fh);
+    assert_eq!(s.descriptors(), held);
+    let (_, again) = s.open(c"f", libc::O_RDONLY);
+    assert_eq!(s.descriptors(), held);
+    // One that is in use serves nobody else, and what is written to is another open.
+    let (_, second) = s.open(c"f", libc::O_RDONLY);
+    let (_, third) = s.open(c"f", libc::O_RDWR);
+    assert_eq!(s.descriptors(), held + 2);
+    assert_eq!(s.read(node, again, 0, 9).unwrap(), b"data");
+    [again, second, third].into_iter().for_each(release);
+    assert_eq!(s.descriptors(), held);
+    settle();
+    assert_eq!(s.descriptors(), before);
+}
+
+#[test]
 fn listing_goes_on_where_it_was_left() {
     let s = plain();
     for n in 0..50 {
@@ -318,7 +343,7 @@ fn file_handles_hold_no_descriptors() {
         s.put(&format!("f{n}"), b"data");
     }
     // What is used is kept for a while.
-    let settle = || (0..2).for_each(|_| s.fs.places.kept.as_ref().unwrap().sweep());
+    let settle = || (0..2).for_each(|_| s.fs.places.kept.sweep());
     s.lookup(c"f0").unwrap();
     settle();
     let before = s.descriptors();
