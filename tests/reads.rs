@@ -13,7 +13,9 @@ use thruway::device::{self, Handler, Rings};
 use thruway::frontend::{Frontend, Options};
 use thruway::fs::{Config, PassthroughFs, proc_self_fd};
 use thruway::fuse::abi::*;
-use thruway::fuse::{LateRead, Outcome, Server, Work};
+use thruway::fuse::buf::IoVecs;
+use thruway::fuse::ops::{Control, Files, Names, Reading, Served};
+use thruway::fuse::{LateIo, Outcome, Server, Work};
 use zerocopy::{FromBytes, IntoBytes};
 
 /// Reads `nodeid` bytes of a stream.
@@ -34,11 +36,13 @@ impl Handler for Stub {
         let unique = header.unique;
         let empty = move || OutHeader { len: 16, error: 0, unique }.as_bytes().to_vec();
         match header.opcode {
-            READ => Outcome::Read(LateRead {
+            READ => Outcome::Io(LateIo {
                 unique,
                 file: self.0.try_clone().unwrap(),
                 offset: 0,
                 size: header.nodeid as usize,
+                write: false,
+                long: false,
             }),
             SLOW => Outcome::Slow(Box::new(move || {
                 thread::sleep(Duration::from_millis(50));
@@ -58,11 +62,15 @@ struct Daemon {
 
 impl Daemon {
     fn start(handler: impl Handler, rings: Rings) -> Self {
+        Self::start_with(handler, rings, Options::default())
+    }
+
+    fn start_with(handler: impl Handler, rings: Rings, frontend: Options) -> Self {
         let path = tempfile::tempdir().unwrap().keep().join("socket");
         let listener = UnixListener::bind(&path).unwrap();
         let options = device::Options { rings: Arc::new(rings), ..Default::default() };
         let thread = thread::spawn(move || device::serve(listener, Arc::new(handler), options));
-        let frontend = Frontend::connect(&path, Options::default()).unwrap();
+        let frontend = Frontend::connect(&path, frontend).unwrap();
         std::fs::remove_dir_all(path.parent().unwrap()).unwrap();
         Self { frontend, thread }
     }
@@ -137,6 +145,76 @@ fn a_frontend_that_leaves_waits_for_nothing_but_the_read() {
         drop(peer);
         daemon.end();
     }
+}
+
+/// What is not in memory is not waited for, what is comes at once.
+#[test]
+fn a_cold_read_is_told_from_a_warm_one() {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let file = File::options().read(true).write(true).create_new(true).open(dir.path().join("cold")).unwrap();
+    if !matches!(rustix::fs::fstatfs(&file).unwrap().f_type, libc::EXT4_SUPER_MAGIC | libc::XFS_SUPER_MAGIC) {
+        return;
+    }
+    file.write_all_at(&[7; 100_000], 0).unwrap();
+    file.sync_all().unwrap();
+    let root = rustix::fs::open(dir.path(), rustix::fs::OFlags::PATH, rustix::fs::Mode::empty()).unwrap();
+    let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), Config::default()).unwrap();
+    fs.enter_thread();
+    let node = fs.lookup(ROOT_ID, c"cold").unwrap().nodeid;
+    let Served::Now(open) = fs.open(node, &OpenIn::default()).unwrap() else { panic!("there is no window") };
+    let mut data = vec![0; 1 << 17];
+    let mut read = || {
+        let mut to = IoVecs::default();
+        // SAFETY: the buffer outlives the list.
+        unsafe { to.push(data.as_mut_ptr(), data.len(), true) };
+        fs.read(node, &ReadIn { fh: open.fh, size: 1 << 17, ..Default::default() }, &to.range(0..1 << 17)).unwrap()
+    };
+    rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
+    assert!(matches!(read(), Reading::Waits(_)));
+    file.read_exact_at(&mut [0; 100_000], 0).unwrap();
+    assert!(matches!(read(), Reading::Done(100_000)));
+    // Only the second half is missing.
+    rustix::fs::fadvise(&file, 1 << 16, None, rustix::fs::Advice::DontNeed).unwrap();
+    assert!(matches!(read(), Reading::Waits(_)));
+}
+
+/// Large writes and reads of several at a time: some are handed over, all arrive.
+#[test]
+fn a_crowd_of_large_requests_is_served() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = rustix::fs::open(dir.path(), rustix::fs::OFlags::PATH, rustix::fs::Mode::empty()).unwrap();
+    let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), Config::default()).unwrap();
+    let options = Options { mem_size: 64 << 20, ..Options::default() };
+    let daemon = Daemon::start_with(Server::new(fs), Rings::new(1), options);
+    let frontend = &daemon.frontend;
+    frontend.fuse_init(0).unwrap();
+    let create = CreateIn { flags: libc::O_RDWR as u32, mode: libc::S_IFREG | 0o600, ..Default::default() };
+    let body = [create.as_bytes(), b"file\0"].concat();
+    let out = frontend.request(1, Opcode::Create as u32, ROOT_ID, &body, b"", 144).unwrap();
+    let (entry, rest) = EntryOut::read_from_prefix(&out).unwrap();
+    let (open, _) = OpenOut::read_from_prefix(rest).unwrap();
+    let part = |n: usize| vec![n as u8 + 1; 1 << 20];
+    for round in 0..4 {
+        let write = |n: usize| {
+            let args = WriteIn { fh: open.fh, offset: (n << 20) as u64, size: 1 << 20, ..Default::default() };
+            let len = args.as_bytes().len() + (1 << 20);
+            let (_, head) = frontend.header(Opcode::Write as u32, entry.nodeid, len);
+            frontend.submit(1, &[&[&head, args.as_bytes()].concat(), &part(n + round)], &[16, 8]).unwrap()
+        };
+        for token in (0..8).map(write).collect::<Vec<_>>() {
+            let done = frontend.wait_for(1, token, LONG).unwrap();
+            assert_eq!((done.len, &done.data[16..20]), (24, &(1u32 << 20).to_le_bytes()[..]));
+        }
+        let read = |n: usize| {
+            let args = ReadIn { fh: open.fh, offset: (n << 20) as u64, size: 1 << 20, ..Default::default() };
+            let (_, head) = frontend.header(Opcode::Read as u32, entry.nodeid, args.as_bytes().len());
+            frontend.submit(1, &[&[&head, args.as_bytes()].concat()], &[16, 1 << 20]).unwrap()
+        };
+        for (n, token) in (0..8).map(read).collect::<Vec<_>>().into_iter().enumerate() {
+            assert!(frontend.wait_for(1, token, LONG).unwrap().data[16..] == part(n + round));
+        }
+    }
+    daemon.end();
 }
 
 /// The guest's view of a file on a disk whose pages are not in memory: by io_uring and without.

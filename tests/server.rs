@@ -70,7 +70,7 @@ impl Guest {
             Outcome::Replied(n) => Some(n),
             Outcome::Silent => None,
             Outcome::Deferred(wait) | Outcome::Slow(wait) => Some(wait().len()),
-            Outcome::Read(read) => Some(read.wait().len()),
+            Outcome::Io(io) => Some(io.wait().len()),
             Outcome::Handed(_) => unreachable!("there is no window"),
         }
     }

@@ -218,7 +218,7 @@ fn drive(
                     let ns = lane.started.elapsed().as_nanos() as u64;
                     tally.latency.saturating_record(ns.max(1));
                 }
-                go_on = seen != OVER;
+                go_on = seen != OVER || !lane.script.is_at_rest();
                 lane.started = Instant::now();
             }
             if go_on {

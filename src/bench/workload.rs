@@ -62,6 +62,10 @@ pub trait Script: Send {
     fn next(&mut self, ask: &mut Ask);
     /// Takes the reply. What is to be forgotten goes to `forgets`.
     fn done(&mut self, reply: &Reply, forgets: &mut Vec<u64>) -> Result<Progress>;
+    /// Whether nothing is left open.
+    fn is_at_rest(&self) -> bool {
+        true
+    }
 }
 
 /// Whether the operation is over.
@@ -136,7 +140,7 @@ pub fn lanes(name: &str, frontend: &Frontend, share: &mut Share, count: usize) -
         }
         "readdirplus" => {
             let dir = share.listed(frontend)?.dir;
-            Box::new(move |_| Box::new(List { dir, fh: 0, offset: 0, over: false, entries: Vec::new(), count: 0 }))
+            Box::new(move |_| Box::new(List { dir, fh: 0, offset: 0, over: false, entries: Vec::new() }))
         }
         "statfs" => Box::new(|_| Box::new(Statfs)),
         "fsync" => {
@@ -363,7 +367,7 @@ impl Script for Create {
     }
 }
 
-/// OPENDIR, READDIRPLUS to the end, RELEASEDIR. Its units are the entries.
+/// OPENDIR, READDIRPLUS to the end, RELEASEDIR. A buffer full is an operation, of as many units as it has entries.
 struct List {
     dir: u64,
     /// 0: not open.
@@ -371,7 +375,6 @@ struct List {
     offset: u64,
     over: bool,
     entries: Vec<u8>,
-    count: u64,
 }
 
 impl Script for List {
@@ -397,26 +400,31 @@ impl Script for List {
             (0, _) => {
                 // A daemon may begin to count at 0.
                 self.fh = reply.body::<OpenOut>()?.fh.wrapping_add(1);
-                (self.offset, self.count) = (0, 0);
+                self.offset = 0;
             }
             (_, false) if reply.data_len() == 0 => self.over = true,
             (_, false) => {
                 reply.data(&mut self.entries)?;
-                let mut rest = &self.entries[..];
+                let (mut rest, mut units) = (&self.entries[..], 0);
                 while let Some(dirent) = rest.get(size_of::<EntryOut>()..) {
                     let (dirent, _) = Dirent::read_from_prefix(dirent).map_err(|e| e.to_string())?;
                     self.offset = dirent.off;
-                    self.count += 1;
+                    units += 1;
                     let len = size_of::<EntryOut>() + size_of::<Dirent>() + dirent.namelen as usize;
                     rest = rest.get(len.next_multiple_of(8)..).unwrap_or_default();
                 }
+                return Ok(Progress::Done { units, bytes: 0 });
             }
             (_, true) => {
                 (self.fh, self.over) = (0, false);
-                return Ok(Progress::Done { units: self.count, bytes: 0 });
+                return Ok(Progress::Done { units: 0, bytes: 0 });
             }
         }
         Ok(Progress::More)
+    }
+
+    fn is_at_rest(&self) -> bool {
+        self.fh == 0
     }
 }
 

@@ -18,7 +18,7 @@ const DESCRIPTOR_SIZE: u32 = 16;
 
 /// Sizes of fuse_in_header and fuse_out_header in bytes (include/uapi/linux/fuse.h).
 const IN_HEADER_LEN: usize = 40;
-pub const OUT_HEADER_LEN: usize = 16;
+const OUT_HEADER_LEN: usize = 16;
 
 /// Offset of fuse_in_header.unique in bytes.
 const UNIQUE_AT: usize = 8;

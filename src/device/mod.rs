@@ -9,10 +9,10 @@ mod dirty;
 mod poll;
 mod pool;
 mod queue;
-mod reads;
 mod ring;
 mod shmem;
 mod state;
+mod uring;
 
 use std::fs::File;
 use std::io;
@@ -47,7 +47,7 @@ use shmem::Channel;
 use state::Transfer;
 
 pub use config::TAG_LEN;
-pub use reads::Rings;
+pub use uring::Rings;
 
 /// One memory table of the guest.
 type Memory = GuestMemoryMmap<DirtyLog>;
@@ -117,7 +117,7 @@ pub struct Options {
     pub keep_alive: bool,
     /// Longest that a worker polls its empty queue before it sleeps; 0: not at all.
     pub poll: Duration,
-    /// For reads that wait.
+    /// For I/O that takes long.
     pub rings: Arc<Rings>,
     /// The shared memory regions, which the handler's file system uses too.
     pub window: Option<Arc<Window>>,
@@ -230,7 +230,7 @@ impl<H: Handler> Device<H> {
         // vhost-user-backend has an exit event of its own, but never closes it.
         for (queue, worker) in daemon.get_epoll_handlers().iter().enumerate() {
             let mut events = vec![(self.exit.as_raw_fd(), self.exit_token())];
-            events.extend(self.workers.rings.of(queue).map(|reads| (reads.lock().event(), self.read_token())));
+            events.extend(self.workers.rings.of(queue).map(|uring| (uring.lock().event(), self.uring_token())));
             for (fd, token) in events {
                 let added = worker.register_listener(fd, EventSet::IN, token.into());
                 added.map_err(|e| Error::Setup(e.to_string()))?;
@@ -268,7 +268,7 @@ impl<H: Handler> Device<H> {
     }
 
     /// The event number of a worker's [`Rings`].
-    fn read_token(&self) -> u16 {
+    fn uring_token(&self) -> u16 {
         self.exit_token() + 1
     }
 }
@@ -385,10 +385,10 @@ impl<H: Handler> VhostUserBackend for Device<H> {
             // An error is how a worker thread ends.
             return Err(io::ErrorKind::ConnectionAborted.into());
         }
-        if event == self.read_token()
-            && let Some(reads) = self.workers.rings.of(thread)
+        if event == self.uring_token()
+            && let Some(uring) = self.workers.rings.of(thread)
         {
-            reads.lock().seen();
+            uring.lock().seen();
         }
         // A thread has one queue, so one ring.
         if let (Some(ring), Some(known)) = (vrings.first(), self.rings.get(thread)) {

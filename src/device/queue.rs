@@ -7,13 +7,13 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use vm_memory::GuestAddressSpace;
 
-use super::chain::{self, Loaded, OUT_HEADER_LEN, Segment, Table};
+use super::chain::{self, Loaded, Segment, Table};
 use super::poll::Poll;
 use super::pool::Pool;
-use super::reads::{Reads, Rings};
 use super::ring::{Completion, Ring, Used};
+use super::uring::{Rings, Uring};
 use super::{GuestMemory, Handler, LoadedMemory};
-use crate::fuse::{Deferred, LateRead, Outcome, Work};
+use crate::fuse::{Deferred, LateIo, Outcome, Work};
 
 /// Most chains that are taken from a ring, and given back to it, at a time. Enough to spread the cost of the ring's lock
 /// and of a notification; few, because the driver works on what it has while the others are served: 4 did up to twice as
@@ -24,6 +24,10 @@ pub const BATCH: usize = 4;
 /// costs more than a notification.
 const FLUSH_BYTES: usize = 64 << 10;
 
+/// How many large requests are handed over once others had to wait behind one: after these it is tried again whether they
+/// still do.
+const CROWD: u32 = 64;
+
 /// What one worker keeps from request to request.
 pub struct Scratch {
     work: Work,
@@ -32,7 +36,9 @@ pub struct Scratch {
     used: Vec<Used>,
     poll: Poll,
     /// Those that the kernel does meanwhile.
-    reads: Option<Arc<Mutex<Reads>>>,
+    uring: Option<Arc<Mutex<Uring>>>,
+    /// How many more large requests are not for the worker.
+    crowd: u32,
 }
 
 /// What the workers of one connection share.
@@ -52,28 +58,29 @@ pub struct Workers<H> {
 }
 
 impl Scratch {
-    fn new(reads: Option<Arc<Mutex<Reads>>>) -> Self {
+    fn new(uring: Option<Arc<Mutex<Uring>>>) -> Self {
         Self {
             work: Work::default(),
             segments: Vec::new(),
             heads: Vec::with_capacity(BATCH),
             used: Vec::with_capacity(BATCH),
             poll: Poll::default(),
-            reads,
+            uring,
+            crowd: 0,
         }
     }
 
     /// Takes what the kernel has read meanwhile.
     fn reap(&mut self) {
-        if let Some(reads) = &self.reads {
-            reads.lock().reap(&mut self.used);
+        if let Some(uring) = &self.uring {
+            uring.lock().reap(&mut self.used);
         }
     }
 
     /// Waits for all that the kernel reads; the chains that go back for it.
     pub fn finish(&mut self) -> &mut Vec<Used> {
-        if let Some(reads) = &self.reads {
-            reads.lock().finish(&mut self.used);
+        if let Some(uring) = &self.uring {
+            uring.lock().finish(&mut self.used);
         }
         &mut self.used
     }
@@ -109,17 +116,26 @@ impl<H: Handler> Workers<H> {
     }
 
     fn serve_batch(&self, ring: &Arc<Ring>, mem: &LoadedMemory, table: Table, scratch: &mut Scratch) {
-        let Scratch { work, segments, heads, used, reads, .. } = scratch;
+        let Scratch { work, segments, heads, used, uring, crowd, .. } = scratch;
         let mut moved = 0;
-        for head in heads.drain(..) {
+        let mut heads = heads.drain(..);
+        while let Some(head) = heads.next() {
+            work.crowded = *crowd > 0;
             let (mut loaded, fault) = chain::load(mem, table, head, work, segments);
-            moved += loaded.work.readable.len();
+            let sent = loaded.work.readable.len();
+            moved += sent;
             let written = match fault {
-                Ok(()) => self.serve(ring, head, &mut loaded, segments, reads.as_deref()),
+                Ok(()) => self.serve(ring, head, &mut loaded, segments, uring.as_deref()),
                 Err(errno) => Some(loaded.refuse(errno)),
             };
             drop(loaded);
-            let Some(written) = written else { continue };
+            let Some(written) = written else {
+                *crowd = crowd.saturating_sub(1);
+                continue;
+            };
+            if uring.is_some() && sent + written >= FLUSH_BYTES && (heads.len() > 0 || ring.has_more(mem)) {
+                *crowd = CROWD;
+            }
             if self.logging.load(Ordering::Acquire) {
                 chain::mark_dirty(mem, segments, written);
             }
@@ -139,14 +155,14 @@ impl<H: Handler> Workers<H> {
         head: u16,
         loaded: &mut Loaded,
         segments: &[Segment],
-        reads: Option<&Mutex<Reads>>,
+        uring: Option<&Mutex<Uring>>,
     ) -> Option<usize> {
         let started = match self.handler.handle(loaded.work) {
             Outcome::Replied(len) => return Some(len.min(loaded.work.writable.len())),
             Outcome::Silent => return Some(0),
             Outcome::Deferred(wait) => self.defer(ring.promise(head, segments), ring, wait),
             Outcome::Slow(wait) => self.pool.run(slow(ring, head, segments, wait)),
-            Outcome::Read(read) => self.read(ring, head, loaded, segments, reads, read),
+            Outcome::Io(io) => self.io(ring, head, loaded, segments, uring, io),
             Outcome::Handed(hand) => {
                 hand(Box::new(answer_later(ring.promise(head, segments), ring)));
                 true
@@ -166,23 +182,27 @@ impl<H: Handler> Workers<H> {
         }))
     }
 
-    /// Begins a read that waits.
-    fn read(
+    /// Begins I/O that is not for the worker.
+    fn io(
         &self,
         ring: &Arc<Ring>,
         head: u16,
         loaded: &mut Loaded,
         segments: &[Segment],
-        reads: Option<&Mutex<Reads>>,
-        read: LateRead,
+        uring: Option<&Mutex<Uring>>,
+        io: LateIo,
     ) -> bool {
-        let data = OUT_HEADER_LEN..OUT_HEADER_LEN.saturating_add(read.size);
-        let mem = loaded.memory();
-        let begun = match reads {
-            Some(reads) => reads.lock().begin(read, loaded.work.writable.range(data).as_slice(), head, segments, mem),
-            None => Err(read),
+        let (mem, write, data) = (loaded.memory(), io.write, io.data());
+        let from = if write { &mut loaded.work.readable } else { &mut loaded.work.writable };
+        let begun = match uring {
+            Some(uring) => uring.lock().begin(io, from.range(data).as_slice(), head, segments, mem),
+            None => Err(io),
         };
-        begun.map_or_else(|read| self.pool.run(slow(ring, head, segments, Box::new(|| read.wait()))), |()| true)
+        match begun {
+            Ok(()) => true,
+            Err(_) if write => false,
+            Err(io) => self.pool.run(slow(ring, head, segments, Box::new(|| io.wait()))),
+        }
     }
 }
 

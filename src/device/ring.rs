@@ -86,6 +86,13 @@ impl Ring {
         Table { addr: GuestAddress(queue.desc_table()), len: queue.size() }
     }
 
+    /// Whether there are chains to be taken.
+    pub fn has_more(&self, mem: &Memory) -> bool {
+        let state = self.vring.get_ref();
+        let queue = state.get_queue();
+        is_near(&state, mem) && queue.avail_idx(mem, Ordering::Acquire).is_ok_and(|at| at.0 != queue.next_avail())
+    }
+
     /// Gives `used` back to the driver before its batch is over.
     pub fn flush(&self, mem: &Memory, used: &mut Vec<Used>) {
         self.publish(&mut self.vring.get_mut(), mem, used);

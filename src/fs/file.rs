@@ -129,6 +129,12 @@ impl PassthroughFs {
         }
     }
 
+    /// Sets whether the thread's writes keep set-id bits.
+    fn set_id_kept(&self, write: &WriteIn) {
+        let kill = self.has(InitFlags::HANDLE_KILLPRIV_V2) && write.write_flags & WRITE_KILL_SUIDGID != 0;
+        cred::keep_setid(!kill);
+    }
+
     /// Removes file capabilities that are kept under another name, as the kernel does with its own.
     pub(super) fn drop_capability(&self, fd: BorrowedFd) {
         if let Some(name) = &self.capability {
@@ -195,10 +201,21 @@ impl Files for PassthroughFs {
         self.handles.get(node, fh).is_ok_and(|handle| !handle.host.in_memory)
     }
 
+    fn file_for_read(&self, node: u64, read: &ReadIn) -> Result<OwnedFd> {
+        self.handles.get(node, read.fh)?.copy()
+    }
+
+    fn file_for_write(&self, node: u64, write: &WriteIn) -> Result<Option<OwnedFd>> {
+        let handle = self.handles.get(node, write.fh)?;
+        // What is mapped has to be told, and what is named otherwise removed, after the write.
+        let alone = self.window.is_none() && self.capability.is_none() && write.flags & libc::O_APPEND as u32 == 0;
+        self.set_id_kept(write);
+        alone.then(|| handle.copy()).transpose()
+    }
+
     fn write(&self, node: u64, write: &WriteIn, from: &IoRange) -> Result<usize> {
         let handle = self.handles.get(node, write.fh)?;
-        let kill = self.has(InitFlags::HANDLE_KILLPRIV_V2) && write.write_flags & WRITE_KILL_SUIDGID != 0;
-        cred::keep_setid(!kill);
+        self.set_id_kept(write);
         let cached = write.write_flags & WRITE_CACHE != 0;
         let append = write.flags & libc::O_APPEND as u32 != 0 && !cached;
         let flags = if append { libc::RWF_APPEND } else { 0 };

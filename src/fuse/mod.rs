@@ -9,7 +9,7 @@ mod reply;
 mod request;
 mod state;
 
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, Range};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -28,6 +28,10 @@ use request::Request;
 /// (fs/fuse/virtio_fs.c, max_pages_limit), and a queue has 1024 of them, each a page.
 pub const MAX_WRITE: u32 = MAX_PAGES as u32 * 4096;
 const MAX_PAGES: u16 = 1024;
+
+/// From so many bytes on the data of a request is a burden to who waits behind it: about 50 µs of copying, some times what
+/// it costs to have another thread copy.
+const LARGE: usize = 256 << 10;
 
 /// Background requests that the guest may have under way. As many as a queue has descriptors: fewer would hold back
 /// readahead and asynchronous I/O, which the kernel counts against it.
@@ -51,6 +55,8 @@ pub struct Work {
     pub readable: IoVecs,
     /// The chain's device-writable slices, filled by the transport.
     pub writable: IoVecs,
+    /// Others wait for the worker when it moves much data: it should not.
+    pub crowded: bool,
     args: Vec<u8>,
     out: Vec<u8>,
 }
@@ -61,30 +67,44 @@ pub type Deferred = Box<dyn FnOnce() -> Vec<u8> + Send>;
 /// A request that another thread serves: hands it over with what takes the whole reply, header included.
 pub type Handed = Box<dyn FnOnce(Box<dyn FnOnce(Vec<u8>) + Send>) + Send>;
 
-/// A READ whose data is not in memory.
-pub struct LateRead {
+/// A READ or WRITE that is better not done by a queue's worker.
+pub struct LateIo {
     pub unique: u64,
     pub file: OwnedFd,
     /// Bytes.
     pub offset: u64,
     pub size: usize,
+    pub write: bool,
+    /// It is in memory, but large. Else it waits for the host's file system.
+    pub long: bool,
 }
 
-impl LateRead {
+impl LateIo {
+    /// Where the data lies in the readable slices, if it is a write, or else is to lie in the writable ones.
+    pub fn data(&self) -> Range<usize> {
+        let start = if self.write { request::WRITE_DATA } else { size_of::<OutHeader>() };
+        start..start.saturating_add(self.size)
+    }
+
+    /// The reply but for the data that was read, and the length of all of it. `result`: bytes, or a negative errno.
+    pub fn reply(&self, result: i32) -> (Vec<u8>, u32) {
+        let bytes = result.max(0) as u32;
+        let body = WriteOut { size: bytes, padding: 0 };
+        let body = if self.write && result >= 0 { body.as_bytes() } else { &[] };
+        let rest = if self.write { body.len() as u32 } else { bytes };
+        let header = OutHeader { len: size_of::<OutHeader>() as u32 + rest, error: result.min(0), unique: self.unique };
+        ([header.as_bytes(), body].concat(), header.len)
+    }
+
     /// Reads, which waits; the whole reply, header included.
     pub fn wait(self) -> Vec<u8> {
-        let mut reply = vec![0; size_of::<OutHeader>() + self.size.min(MAX_WRITE as usize)];
-        let result = rustix::io::pread(&self.file, &mut reply[size_of::<OutHeader>()..], self.offset);
-        let header = read_header(self.unique, result.map_or_else(|e| -e.raw_os_error(), |n| n as i32));
-        reply[..size_of::<OutHeader>()].copy_from_slice(header.as_bytes());
-        reply.truncate(header.len as usize);
+        let mut data = vec![0; self.size.min(MAX_WRITE as usize)];
+        let result = rustix::io::pread(&self.file, &mut data, self.offset);
+        let (mut reply, len) = self.reply(result.map_or_else(|e| -e.raw_os_error(), |n| n as i32));
+        reply.extend(data);
+        reply.truncate(len as usize);
         reply
     }
-}
-
-/// The header of the reply to a READ. `result`: bytes, or a negative errno.
-pub fn read_header(unique: u64, result: i32) -> OutHeader {
-    OutHeader { len: size_of::<OutHeader>() as u32 + result.max(0) as u32, error: result.min(0), unique }
 }
 
 /// What became of a request.
@@ -97,8 +117,9 @@ pub enum Outcome {
     Deferred(Deferred),
     /// The reply comes later: it waits for the host's file system alone.
     Slow(Deferred),
-    /// As that. The data belongs behind the room for the reply's header.
-    Read(LateRead),
+    /// As that, for data: what is read belongs behind the room for the reply's header, and what is written ends the
+    /// request. A write comes only where [`Work::crowded`] says so.
+    Io(LateIo),
     Handed(Handed),
 }
 
@@ -112,7 +133,7 @@ enum Done {
     Wait(Body),
     /// As that, and waits for the host's file system alone.
     Slow(Body),
-    Read(LateRead),
+    Io(LateIo),
     /// The reply's body comes from another thread.
     Hand(Handover<Vec<u8>>),
 }
@@ -130,19 +151,19 @@ impl<F: FileSystem + Send + Sync + 'static> Server<F> {
     /// Serves the request in `work`. Never panics, whatever the guest wrote.
     pub fn handle(&self, work: &mut Work) -> Outcome {
         self.fs.enter_thread();
-        let Work { readable, writable, args, out } = work;
+        let Work { readable, writable, crowded, args, out } = work;
         let mut reply = Reply::new(writable, out);
         let request = match Request::read(readable, args) {
             Ok(request) => request,
             Err((unique, errno)) => return reply.fail(unique, errno),
         };
         let unique = request.header.unique;
-        match self.dispatch(request, &mut reply) {
+        match self.dispatch(request, &mut reply, *crowded) {
             Ok(Done::Reply) => reply.finish(unique),
             Ok(Done::Silent) => Outcome::Silent,
             Ok(Done::Wait(wait)) => Outcome::Deferred(Box::new(move || late_reply(unique, wait()))),
             Ok(Done::Slow(wait)) => Outcome::Slow(Box::new(move || late_reply(unique, wait()))),
-            Ok(Done::Read(read)) => Outcome::Read(read),
+            Ok(Done::Io(io)) => Outcome::Io(io),
             Ok(Done::Hand(hand)) => {
                 Outcome::Handed(Box::new(move |take| hand(Box::new(move |result| take(late_reply(unique, result))))))
             }
@@ -187,7 +208,7 @@ impl<F: FileSystem + Send + Sync + 'static> Server<F> {
         self.session.load(Ordering::Acquire) & flag.bits() != 0
     }
 
-    fn dispatch(&self, mut request: Request, reply: &mut Reply) -> Result<Done> {
+    fn dispatch(&self, mut request: Request, reply: &mut Reply, crowded: bool) -> Result<Done> {
         let header = request.header;
         let opcode = Opcode::from_u32(header.opcode);
         tracing::trace!(?opcode, raw = header.opcode, nodeid = header.nodeid, unique = header.unique, "request");
@@ -202,7 +223,7 @@ impl<F: FileSystem + Send + Sync + 'static> Server<F> {
                 _ => Err(Errno::IO),
             };
         }
-        self.serve(opcode, &mut request, reply)
+        self.serve(opcode, &mut request, reply, crowded)
     }
 
     fn init(&self, request: &mut Request, reply: &mut Reply) -> Result<Done> {
@@ -248,7 +269,7 @@ impl<F: FileSystem + Send + Sync + 'static> Server<F> {
         })))
     }
 
-    fn serve(&self, opcode: Opcode, request: &mut Request, reply: &mut Reply) -> Result<Done> {
+    fn serve(&self, opcode: Opcode, request: &mut Request, reply: &mut Reply, crowded: bool) -> Result<Done> {
         let fs = &self.fs;
         let node = request.header.nodeid;
         match opcode {
@@ -259,13 +280,25 @@ impl<F: FileSystem + Send + Sync + 'static> Server<F> {
             }
             Opcode::Read => {
                 let args: ReadIn = request.take()?;
-                if let Reading::Waits(file) = reply.fill(args.size as usize, |to| fs.read(node, &args, to))? {
-                    let (unique, size) = (request.header.unique, args.size as usize);
-                    return Ok(Done::Read(LateRead { unique, file, offset: args.offset, size }));
+                let (unique, size, offset) = (request.header.unique, args.size as usize, args.offset);
+                let io = |file, long| Ok(Done::Io(LateIo { unique, file, offset, size, write: false, long }));
+                if crowded && size >= LARGE {
+                    return io(fs.file_for_read(node, &args)?, true);
+                }
+                if let Reading::Waits(file) = reply.fill(size, |to| fs.read(node, &args, to))? {
+                    return io(file, false);
                 }
             }
             Opcode::Write => {
                 let args: WriteIn = request.take()?;
+                let (unique, size, offset) = (request.header.unique, args.size as usize, args.offset);
+                if crowded
+                    && size >= LARGE
+                    && request.data(size)?.as_slice().len() <= buf::IOV_MAX
+                    && let Some(file) = fs.file_for_write(node, &args)?
+                {
+                    return Ok(Done::Io(LateIo { unique, file, offset, size, write: true, long: true }));
+                }
                 let from = request.data(args.size as usize)?;
                 let size = fs.write(node, &args, &from)? as u32;
                 reply.put(&WriteOut { size, padding: 0 })?

@@ -151,7 +151,11 @@ pub trait Files {
     fn create(&self, parent: u64, name: &CStr, create: &CreateIn, by: &Creator) -> Result<Served<Created>>;
     fn tmpfile(&self, parent: u64, create: &CreateIn, by: &Creator) -> Result<Served<Created>>;
     fn read(&self, node: u64, read: &ReadIn, to: &IoRange) -> Result<Reading>;
+    /// The open file, for who reads from it by himself.
+    fn file_for_read(&self, node: u64, read: &ReadIn) -> Result<OwnedFd>;
     fn write(&self, node: u64, write: &WriteIn, from: &IoRange) -> Result<usize>;
+    /// The open file, for who writes to it by himself on behalf of this thread, if that is as good.
+    fn file_for_write(&self, node: u64, write: &WriteIn) -> Result<Option<OwnedFd>>;
     fn flush(&self, node: u64, fh: u64, lock_owner: u64) -> Result<()>;
     fn release(&self, node: u64, release: &ReleaseIn) -> Result<()>;
     /// Whether a sync, a copy or an allocation may take long: a worker must not do it.

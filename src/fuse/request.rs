@@ -13,8 +13,9 @@ use super::ops::{Creator, Result};
 /// (64 KiB), names, a security context (also an xattr value), rounded up.
 const MAX_ARGS: usize = 160 << 10;
 
-/// Arguments of a WRITE that come before its data.
+/// Arguments of a WRITE that come before its data, and where that is in the request.
 const WRITE_ARGS: usize = size_of::<WriteIn>();
+pub const WRITE_DATA: usize = size_of::<InHeader>() + WRITE_ARGS;
 
 pub(super) struct Request<'a> {
     pub header: InHeader,
@@ -77,11 +78,10 @@ impl<'a> Request<'a> {
 
     /// A WRITE's data, still in guest memory.
     pub fn data(&mut self, len: usize) -> Result<IoRange<'_>> {
-        let start = size_of::<InHeader>() + WRITE_ARGS;
-        if self.len - start < len {
+        if self.len - WRITE_DATA < len {
             return Err(Errno::INVAL);
         }
-        Ok(self.readable.range(start..start + len))
+        Ok(self.readable.range(WRITE_DATA..WRITE_DATA + len))
     }
 
     /// Who creates, with the extensions that end the request (struct fuse_ext_header and fuse_secctx_header).

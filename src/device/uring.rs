@@ -1,5 +1,5 @@
-//! Reads whose data is not in memory: io_uring does them for the worker of a queue, which learns of their end in its own
-//! loop. All of the device's `unsafe` but descriptor chains.
+//! I/O that takes long: io_uring does it for the worker of a queue, which learns of its end in its own loop. All of the
+//! device's `unsafe` but descriptor chains.
 
 use std::collections::HashMap;
 use std::io;
@@ -7,16 +7,16 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 
 use io_uring::register::Restriction;
+use io_uring::squeue::Flags;
 use io_uring::{IoUring, opcode, types};
 use libc::iovec;
 use parking_lot::Mutex;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
-use zerocopy::IntoBytes;
 
 use super::LoadedMemory;
 use super::chain::{self, Segment};
 use super::ring::Used;
-use crate::fuse::LateRead;
+use crate::fuse::LateIo;
 use crate::fuse::buf::IOV_MAX;
 
 /// Entries of a ring's submission queue. Each is submitted at once, so one would do; the kernel gives the completion
@@ -24,13 +24,13 @@ use crate::fuse::buf::IOV_MAX;
 const ENTRIES: u32 = 64;
 
 /// The rings: one for each request queue, as far as there are CPUs to keep them busy.
-pub struct Rings(Vec<Arc<Mutex<Reads>>>);
+pub struct Rings(Vec<Arc<Mutex<Uring>>>);
 
 impl Rings {
     /// Makes up to `queues` rings. Where there is no io_uring, there are none: that is said, once.
     pub fn new(queues: u16) -> Self {
         let cpus = std::thread::available_parallelism().map_or(1, |n| n.get());
-        let ring = |_| Reads::new().map(|reads| Arc::new(Mutex::new(reads)));
+        let ring = |_| Uring::new().map(|ring| Arc::new(Mutex::new(ring)));
         let made = (0..usize::from(queues).min(cpus)).map(ring).collect::<io::Result<_>>();
         Self(made.unwrap_or_else(|e| {
             tracing::info!("no io_uring here ({e}): reads that wait for a disk take threads");
@@ -44,13 +44,13 @@ impl Rings {
     }
 
     /// The ring of a queue (0 is the high priority queue, which has none).
-    pub fn of(&self, queue: usize) -> Option<&Arc<Mutex<Reads>>> {
+    pub fn of(&self, queue: usize) -> Option<&Arc<Mutex<Uring>>> {
         self.0.get(queue.checked_sub(1)?)
     }
 }
 
-/// The reads of one queue.
-pub struct Reads {
+/// The I/O of one queue.
+pub struct Uring {
     ring: IoUring,
     done: EventFd,
     under_way: HashMap<u64, UnderWay>,
@@ -60,10 +60,9 @@ pub struct Reads {
 /// What must stay as it is until the kernel is done.
 struct UnderWay {
     head: u16,
-    unique: u64,
     segments: Vec<Segment>,
     _iovecs: Vec<iovec>,
-    _file: LateRead,
+    io: LateIo,
     /// Keeps what the iovecs point to mapped.
     mem: LoadedMemory,
 }
@@ -71,19 +70,23 @@ struct UnderWay {
 // SAFETY: the iovecs point into guest memory, which `mem` keeps mapped, whatever the thread.
 unsafe impl Send for UnderWay {}
 
-impl Reads {
-    /// A ring that does nothing but read, whoever gets hold of its descriptor.
+impl Uring {
+    /// A ring that does nothing but read and write what is open, whoever gets hold of its descriptor.
     fn new() -> io::Result<Self> {
         let ring: IoUring = IoUring::builder().setup_r_disabled().build(ENTRIES)?;
         let done = EventFd::new(EFD_NONBLOCK)?;
         let submitter = ring.submitter();
         submitter.register_eventfd(done.as_raw_fd())?;
-        submitter.register_restrictions(&mut [Restriction::sqe_op(opcode::Readv::CODE)])?;
+        submitter.register_restrictions(&mut [
+            Restriction::sqe_op(opcode::Readv::CODE),
+            Restriction::sqe_op(opcode::Writev::CODE),
+            Restriction::sqe_flags_allowed(Flags::ASYNC.bits()),
+        ])?;
         submitter.register_enable_rings()?;
         Ok(Self { ring, done, under_way: HashMap::new(), next: 0 })
     }
 
-    /// Readable when a read is done.
+    /// Readable when something is done.
     pub fn event(&self) -> RawFd {
         self.done.as_raw_fd()
     }
@@ -93,31 +96,33 @@ impl Reads {
         let _ = self.done.read();
     }
 
-    /// Begins a read into `to`, the part of a chain's writable slices that is for data. False: it was not begun.
+    /// Begins I/O with `data`, the part of a chain's slices that is for it; the I/O comes back if it cannot be begun.
     pub fn begin(
         &mut self,
-        read: LateRead,
-        to: &[iovec],
+        io: LateIo,
+        data: &[iovec],
         head: u16,
         segments: &[Segment],
         mem: LoadedMemory,
-    ) -> Result<(), LateRead> {
-        if to.is_empty() || to.len() > IOV_MAX {
-            return Err(read);
+    ) -> Result<(), LateIo> {
+        if data.is_empty() || data.len() > IOV_MAX {
+            return Err(io);
         }
-        let iovecs = to.to_vec();
-        let entry = opcode::Readv::new(types::Fd(read.file.as_raw_fd()), iovecs.as_ptr(), iovecs.len() as u32)
-            .offset(read.offset)
-            .build()
-            .user_data(self.next);
-        // SAFETY: the descriptor, the iovecs and the memory that they name live in `under_way` until the read's
-        // completion was seen; `drop` waits for all of them.
-        let pushed = unsafe { self.ring.submission().push(&entry) };
+        let iovecs = data.to_vec();
+        let (fd, base, count) = (types::Fd(io.file.as_raw_fd()), iovecs.as_ptr(), iovecs.len() as u32);
+        let entry = match io.write {
+            true => opcode::Writev::new(fd, base, count).offset(io.offset).build(),
+            false => opcode::Readv::new(fd, base, count).offset(io.offset).build(),
+        };
+        // At once on a thread of the kernel's: this one would be busy if the data is in memory.
+        let entry = if io.long { entry.flags(Flags::ASYNC) } else { entry };
+        // SAFETY: the descriptor, the iovecs and the memory that they name live in `under_way` until the completion was
+        // seen; `drop` waits for all of them.
+        let pushed = unsafe { self.ring.submission().push(&entry.user_data(self.next)) };
         if pushed.is_err() {
-            return Err(read);
+            return Err(io);
         }
-        let (unique, segments) = (read.unique, segments.to_vec());
-        self.under_way.insert(self.next, UnderWay { head, unique, segments, _iovecs: iovecs, _file: read, mem });
+        self.under_way.insert(self.next, UnderWay { head, segments: segments.to_vec(), _iovecs: iovecs, io, mem });
         self.next += 1;
         // What could not be submitted now is by the next call, at the latest by `finish`.
         let _ = self.ring.submit();
@@ -127,8 +132,8 @@ impl Reads {
     /// Puts what is done into `used`.
     pub fn reap(&mut self, used: &mut Vec<Used>) {
         for entry in self.ring.completion() {
-            let Some(read) = self.under_way.remove(&entry.user_data()) else { continue };
-            used.push(read.answer(entry.result()));
+            let Some(done) = self.under_way.remove(&entry.user_data()) else { continue };
+            used.push(done.answer(entry.result()));
         }
     }
 
@@ -142,18 +147,18 @@ impl Reads {
     }
 }
 
-impl Drop for Reads {
+impl Drop for Uring {
     fn drop(&mut self) {
         self.finish(&mut Vec::new());
     }
 }
 
 impl UnderWay {
-    /// Writes the reply's header. `result`: bytes, or a negative errno.
+    /// Writes the reply but for the data. `result`: bytes, or a negative errno.
     fn answer(self, result: i32) -> Used {
-        let header = crate::fuse::read_header(self.unique, result);
-        let written = chain::write(&self.mem, &self.segments, header.as_bytes());
-        let len = if written.is_ok() { header.len } else { 0 };
+        let (head, len) = self.io.reply(result);
+        let written = chain::write(&self.mem, &self.segments, &head);
+        let len = if written.is_ok() { len } else { 0 };
         chain::mark_dirty(&self.mem, &self.segments, len as usize);
         Used { head: self.head, len }
     }
