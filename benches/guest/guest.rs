@@ -1,7 +1,8 @@
 //! One boot of a guest that does all jobs with one contender.
 
 use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
@@ -36,6 +37,8 @@ pub struct Told {
     /// By the job's name.
     pub figures: BTreeMap<String, f64>,
     pub versions: BTreeMap<String, String>,
+    /// Requests of a build, by opcode: none where the daemon does not count them.
+    pub requests: BTreeMap<String, u64>,
     rest: Vec<String>,
 }
 
@@ -48,7 +51,7 @@ pub fn run(table: &Table, contender: &Contender, share: &Path, seconds: u32) -> 
         .spawn()
         .map_err(|e| format!("cannot start vm-images/boot: {e}"))?;
     BOOT.store(boot.id() as i32, Ordering::SeqCst);
-    let told = listen(&mut boot, table);
+    let told = listen(&mut boot, table, &logs.path().join("metrics"));
     let status = boot.wait().map_err(|e| format!("cannot wait for vm-images/boot: {e}"));
     BOOT.store(0, Ordering::SeqCst);
     let (mut told, status) = (told?, status?);
@@ -77,6 +80,10 @@ fn command(table: &Table, contender: &Contender, share: &Path, seconds: u32, log
         Daemon::Native(place) => place,
         _ => "share",
     };
+    let daemon_args = match contender.daemon {
+        Daemon::Thruwayd => format!("{} --metrics-path {}", contender.daemon_args, logs.join("metrics").display()),
+        _ => contender.daemon_args.to_owned(),
+    };
     // By a shell that joins stderr to stdout: there is one log.
     let mut command = Command::new("sh");
     command
@@ -86,7 +93,7 @@ fn command(table: &Table, contender: &Contender, share: &Path, seconds: u32, log
         .arg(host::root().join("vm-images/boot"))
         .args(table.boot)
         .args(contender.boot)
-        .args(["--daemon", &daemon, "--daemon-args", contender.daemon_args])
+        .args(["--daemon", &daemon, "--daemon-args", &daemon_args])
         .args(["--share", &format!("b={}", share.display())])
         .arg("--log-dir")
         .arg(logs)
@@ -121,25 +128,31 @@ fn job_line(job: &Job) -> String {
     match job.measure {
         Measure::Fio(arguments) => format!("{} fio {arguments}", job.name),
         Measure::FirstTouch => format!("{} first-touch", job.name),
+        Measure::Build => format!("{} build", job.name),
     }
 }
 
-fn listen(boot: &mut Child, table: &Table) -> Result<Told> {
+fn listen(boot: &mut Child, table: &Table, metrics: &Path) -> Result<Told> {
     let mut told = Told::default();
     for line in BufReader::new(boot.stdout.take().expect("it was piped")).split(b'\n') {
         let line = line.map_err(|e| format!("cannot read from vm-images/boot: {e}"))?;
-        told.take(String::from_utf8_lossy(&line).trim_end(), table)?;
+        told.take(String::from_utf8_lossy(&line).trim_end(), table, metrics)?;
     }
     Ok(told)
 }
 
 impl Told {
-    fn take(&mut self, line: &str, table: &Table) -> Result<()> {
+    fn take(&mut self, line: &str, table: &Table, metrics: &Path) -> Result<()> {
         if let Some((name, json)) = line.strip_prefix("result ").and_then(|rest| rest.split_once(' ')) {
             let job = table.jobs.iter().find(|job| job.name == name).ok_or(format!("no such job: {name}"))?;
+            if matches!(job.measure, Measure::Build) {
+                self.requests = counted(metrics, &self.requests);
+            }
             let figure = figure(&job.measure, json).ok_or(format!("the job '{name}' gave no figure: {json}"))?;
             println!("    {:34} {:>8} {}", job.title, number(figure), job.measure.unit());
             self.figures.insert(name.to_owned(), figure);
+        } else if line.starts_with("begin ") {
+            self.requests = counted(metrics, &BTreeMap::new());
         } else if let Some((name, version)) = line.strip_prefix("version ").and_then(|rest| rest.split_once(' ')) {
             self.versions.insert(name.to_owned(), version.to_owned());
         } else if let Some(accelerator) = line.strip_prefix("boot: qemu runs with ") {
@@ -151,11 +164,29 @@ impl Told {
     }
 }
 
+/// What the daemon has counted beyond `before`, if it counts at all.
+fn counted(metrics: &Path, before: &BTreeMap<String, u64>) -> BTreeMap<String, u64> {
+    let mut text = String::new();
+    let asked = UnixStream::connect(metrics).and_then(|mut socket| {
+        socket.write_all(b"GET / HTTP/1.0\r\n\r\n")?;
+        socket.read_to_string(&mut text)
+    });
+    if asked.is_err() {
+        return BTreeMap::new();
+    }
+    let counts = text.lines().filter_map(|line| {
+        let (opcode, count) = line.strip_prefix("thruway_requests_total{opcode=\"")?.split_once("\"} ")?;
+        Some((opcode.to_owned(), count.parse::<u64>().ok()? - before.get(opcode).copied().unwrap_or(0)))
+    });
+    counts.collect()
+}
+
 /// `None` for anything that is not a measured, positive figure.
 fn figure(measure: &Measure, json: &str) -> Option<f64> {
     let json: Value = serde_json::from_str(json).ok()?;
     let figure = match measure {
         Measure::Fio(_) => json["jobs"].as_array()?.iter().map(iops).sum::<Option<f64>>()?,
+        Measure::Build => json.as_f64()?,
         Measure::FirstTouch => median(&json.as_array()?.iter().map(Value::as_f64).collect::<Option<Vec<_>>>()?),
     };
     (figure > 0.0).then_some(figure)

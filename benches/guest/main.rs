@@ -64,6 +64,8 @@ pub struct Results {
     figures: BTreeMap<[&'static str; 3], Series>,
     /// By the tables of [`frontend`].
     rows: Vec<Vec<thruway::bench::report::Row>>,
+    /// Of a build, by table and contender: requests by opcode.
+    requests: BTreeMap<[&'static str; 2], BTreeMap<String, u64>>,
     /// What the guests of a table told of themselves.
     versions: BTreeMap<&'static str, BTreeMap<String, String>>,
 }
@@ -108,6 +110,7 @@ fn measure(options: &Options) -> Result<Results> {
         facts: host::facts()?,
         figures: BTreeMap::new(),
         rows: Vec::new(),
+        requests: BTreeMap::new(),
         versions: BTreeMap::new(),
     };
     for table in frontend::TABLES {
@@ -129,6 +132,7 @@ fn measure(options: &Options) -> Result<Results> {
                     results.figures.entry([table.name, contender.name, name]).or_default().push(us);
                 }
             }
+            results.requests.insert([table.name, contender.name], told.requests);
             results.versions.insert(table.name, told.versions);
         }
     }

@@ -53,6 +53,8 @@ pub enum Measure {
     Fio(&'static str),
     /// The median of `first-touch.py`, in µs.
     FirstTouch,
+    /// What `build.py` says, in seconds. The requests are counted.
+    Build,
 }
 
 impl Measure {
@@ -60,6 +62,7 @@ impl Measure {
         match self {
             Self::Fio(_) => "IOPS",
             Self::FirstTouch => "µs",
+            Self::Build => "s",
         }
     }
 
@@ -77,7 +80,7 @@ pub const SETUPMAPPING: &str = "setupmapping";
 /// With so many live mappings: the target's number, up to the end of what `first-touch.py` maps.
 pub const SETUPMAPPING_LIVE: std::ops::Range<u64> = 64..96;
 
-pub const TABLES: &[Table] = &[STOCK, PATCHED];
+pub const TABLES: &[Table] = &[STOCK, PATCHED, BUILD];
 
 const VIRTIOFSD: Contender =
     Contender { name: "virtiofsd", daemon: Daemon::Virtiofsd, daemon_args: "", boot: &[], goals: &[] };
@@ -177,6 +180,26 @@ const PATCHED: Table = Table {
         fio("randread-128k", "read 128k, random", "--rw=randread --bs=128k --ioengine=psync"),
         fio("randwrite-128k", "overwrite 128k, random", "--rw=randwrite --bs=128k --ioengine=psync"),
     ],
+};
+
+const BUILD: Table = Table {
+    name: "build",
+    title: "QEMU guest with one CPU and guest-kernel/, building a C project",
+    boot: &["--kind", "qemu", "--mem", "1024", "--kernel", "target/guest-kernel/bzImage"],
+    file_mib: 1,
+    contenders: &[
+        VIRTIOFSD,
+        THRUWAYD,
+        Contender {
+            name: "thruwayd, passthrough",
+            daemon: Daemon::Thruwayd,
+            daemon_args: "--passthrough-window 256M",
+            boot: &["--dax"],
+            goals: &[Goal::NotBelow],
+        },
+        Contender { name: "tmpfs", daemon: Daemon::Native("tmpfs"), daemon_args: "", boot: &[], goals: &[] },
+    ],
+    jobs: &[Job { name: "build", title: "unpack and build 17 files", measure: Measure::Build }],
 };
 
 const fn fio(name: &'static str, title: &'static str, arguments: &'static str) -> Job {

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use crate::Results;
 use crate::frontend;
 use crate::host::Result;
-use crate::plan::{Contender, FIRST_OPEN, Goal, Job, SETUPMAPPING, SETUPMAPPING_LIVE, TABLES, Table};
+use crate::plan::{Contender, Daemon, FIRST_OPEN, Goal, Job, Measure, SETUPMAPPING, SETUPMAPPING_LIVE, TABLES, Table};
 use crate::plot;
 use thruway::bench::report::markdown;
 use thruway::bench::series::{Series, number};
@@ -130,7 +130,29 @@ fn table_text(results: &Results, table: &Table) -> String {
         (FIRST_OPEN, "the first OPEN of the file".to_owned()),
     ];
     let daemon: String = daemon.iter().map(|(name, title)| daemon_text(results, table, name, title)).collect();
-    format!("{}\n{}{}{daemon}", markdown(&figures), markdown(&ratios), over_text(results, table))
+    let rest = [over_text(results, table), daemon, build_text(results, table)].concat();
+    format!("{}\n{}{rest}", markdown(&figures), markdown(&ratios))
+}
+
+/// What a build costs beside one on the guest's tmpfs, and the requests that it takes.
+fn build_text(results: &Results, table: &Table) -> String {
+    let mut text = String::new();
+    for job in table.jobs.iter().filter(|job| matches!(job.measure, Measure::Build)) {
+        let native = table.contenders.iter().find(|c| matches!(c.daemon, Daemon::Native(_)));
+        for contender in table.contenders.iter().filter(|c| !matches!(c.daemon, Daemon::Native(_))) {
+            if let Some(native) = native {
+                let ratio = results.series(table, contender, job).over(results.series(table, native, job));
+                let _ =
+                    write!(text, "\n{}: {:+.0} % over {}", contender.name, (ratio.median() - 1.0) * 100.0, native.name);
+            }
+            let mut requests: Vec<_> = results.requests[&[table.name, contender.name]].iter().collect();
+            requests.retain(|(_, count)| **count > 0);
+            requests.sort_by_key(|(_, count)| std::cmp::Reverse(**count));
+            let requests: Vec<_> = requests.iter().map(|(name, count)| format!("{name} {count}")).collect();
+            let _ = writeln!(text, "{}{}", if requests.is_empty() { "" } else { "; requests: " }, requests.join(", "));
+        }
+    }
+    text
 }
 
 /// How contenders compare with others than the first, where something is wanted of that.

@@ -1,6 +1,6 @@
 #!/bin/bash
 # bench.sh PLACE MIB SECONDS JOB...: measures on the file that the host made in the share, or on one of MIB made here, on a tmpfs or on
-# ext4 on a RAM disk. A JOB is a name, fio or first-touch, and arguments.
+# ext4 on a RAM disk. A JOB is a name, fio, first-touch or build, and arguments.
 place=$1 mib=$2 seconds=$3
 shift 3
 file=/mnt/b/data
@@ -20,13 +20,16 @@ echo "version fio $(fio --version)"
 for job; do
     read -r name tool arguments <<<"$job"
     command=(python3 /host/first-touch.py "$file")
-    if [[ $tool == fio ]]; then
+    if [[ $tool == build ]]; then
+        command=(python3 /host/build.py "$(dirname "$file")")
+    elif [[ $tool == fio ]]; then
         command=(fio --name="$name" --filename="$file" --size="$(stat -c %s "$file")" --time_based --runtime="$seconds"
             --output-format=json --output=/tmp/result)
     fi
     # The file is there, the guest's memory of it is not: no job profits from the one before.
     sync
     echo 3 >/proc/sys/vm/drop_caches
+    echo "begin $name"
     # shellcheck disable=SC2086  # the job's own words
     if ! "${command[@]}" $arguments >/tmp/log 2>&1; then
         echo "the job '$name' failed:"
