@@ -86,65 +86,59 @@ fn with_a_peer(rings: Rings) -> (Daemon, UnixStream) {
     (Daemon::start(Stub(read.into()), rings), write)
 }
 
-fn rings() -> [Rings; 1] {
+fn rings() -> Rings {
     let rings = Rings::new(1);
     assert!(rings.of(1).is_some(), "there is no io_uring here");
-    [rings]
+    rings
 }
 
 #[test]
 fn a_read_that_waits_lets_others_pass() {
-    for rings in rings() {
-        let (daemon, mut peer) = with_a_peer(rings);
-        let frontend = &daemon.frontend;
-        let (_, head) = frontend.header(READ, 6000, 0);
-        let read = frontend.submit(1, &[&head], &[16, 3000, 3000]).unwrap();
-        for _ in 0..100 {
-            frontend.request(1, FAST, 1, b"", b"", 0).unwrap();
-        }
-        let data: Vec<u8> = (0..6000).map(|n| (n % 251) as u8).collect();
-        peer.write_all(&data).unwrap();
-        let done = frontend.wait_for(1, read, LONG).unwrap();
-        assert_eq!((done.len, &done.data[16..]), (6016, &data[..]));
-        daemon.end();
+    let (daemon, mut peer) = with_a_peer(rings());
+    let frontend = &daemon.frontend;
+    let (_, head) = frontend.header(READ, 6000, 0);
+    let read = frontend.submit(1, &[&head], &[16, 3000, 3000]).unwrap();
+    for _ in 0..100 {
+        frontend.request(1, FAST, 1, b"", b"", 0).unwrap();
     }
+    let data: Vec<u8> = (0..6000).map(|n| (n % 251) as u8).collect();
+    peer.write_all(&data).unwrap();
+    let done = frontend.wait_for(1, read, LONG).unwrap();
+    assert_eq!((done.len, &done.data[16..]), (6016, &data[..]));
+    daemon.end();
 }
 
 #[test]
 fn a_ring_stops_when_what_waits_is_there() {
-    for rings in rings() {
-        let (daemon, mut peer) = with_a_peer(rings);
-        let frontend = &daemon.frontend;
-        let (_, head) = frontend.header(READ, 100, 0);
-        let read = frontend.submit(1, &[&head], &[16, 100]).unwrap();
-        let slow = frontend.submit(1, &[&frontend.header(SLOW, 0, 0).1], &[16]).unwrap();
-        frontend.request(1, FAST, 1, b"", b"", 0).unwrap();
-        let writer = thread::spawn(move || {
-            thread::sleep(Duration::from_millis(200));
-            peer.write_all(&[7; 100]).unwrap();
-        });
-        let before = Instant::now();
-        assert_eq!(frontend.stop_queue(1).unwrap(), 3);
-        assert!(before.elapsed() > Duration::from_millis(150));
-        for (token, len) in [(read, 116), (slow, 16)] {
-            assert_eq!(frontend.wait_for(1, token, Duration::ZERO).unwrap().len, len);
-        }
-        writer.join().unwrap();
-        daemon.end();
+    let (daemon, mut peer) = with_a_peer(rings());
+    let frontend = &daemon.frontend;
+    let (_, head) = frontend.header(READ, 100, 0);
+    let read = frontend.submit(1, &[&head], &[16, 100]).unwrap();
+    let slow = frontend.submit(1, &[&frontend.header(SLOW, 0, 0).1], &[16]).unwrap();
+    frontend.request(1, FAST, 1, b"", b"", 0).unwrap();
+    let writer = thread::spawn(move || {
+        thread::sleep(Duration::from_millis(200));
+        peer.write_all(&[7; 100]).unwrap();
+    });
+    let before = Instant::now();
+    assert_eq!(frontend.stop_queue(1).unwrap(), 3);
+    assert!(before.elapsed() > Duration::from_millis(150));
+    for (token, len) in [(read, 116), (slow, 16)] {
+        assert_eq!(frontend.wait_for(1, token, Duration::ZERO).unwrap().len, len);
     }
+    writer.join().unwrap();
+    daemon.end();
 }
 
 #[test]
 fn a_frontend_that_leaves_waits_for_nothing_but_the_read() {
-    for rings in rings() {
-        let (daemon, peer) = with_a_peer(rings);
-        let (_, head) = daemon.frontend.header(READ, 100, 0);
-        daemon.frontend.submit(1, &[&head], &[16, 100]).unwrap();
-        daemon.frontend.request(1, FAST, 1, b"", b"", 0).unwrap();
-        // The end of the file.
-        drop(peer);
-        daemon.end();
-    }
+    let (daemon, peer) = with_a_peer(rings());
+    let (_, head) = daemon.frontend.header(READ, 100, 0);
+    daemon.frontend.submit(1, &[&head], &[16, 100]).unwrap();
+    daemon.frontend.request(1, FAST, 1, b"", b"", 0).unwrap();
+    // The end of the file.
+    drop(peer);
+    daemon.end();
 }
 
 /// What is not in memory is not waited for, what is comes at once.
@@ -185,7 +179,7 @@ fn a_crowd_of_large_requests_is_served() {
     let root = rustix::fs::open(dir.path(), rustix::fs::OFlags::PATH, rustix::fs::Mode::empty()).unwrap();
     let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), Config::default()).unwrap();
     let options = Options { mem_size: 64 << 20, ..Options::default() };
-    let daemon = Daemon::start_with(Server::new(fs), Rings::new(1), options);
+    let daemon = Daemon::start_with(Server::new(fs), rings(), options);
     let frontend = &daemon.frontend;
     frontend.fuse_init(0).unwrap();
     let create = CreateIn { flags: libc::O_RDWR as u32, mode: libc::S_IFREG | 0o600, ..Default::default() };

@@ -35,7 +35,7 @@ pub struct Scratch {
     heads: Vec<u16>,
     used: Vec<Used>,
     poll: Poll,
-    /// Those that the kernel does meanwhile.
+    /// What the kernel does meanwhile.
     uring: Option<Arc<Mutex<Uring>>>,
     /// How many more large requests are not for the worker.
     crowd: u32,
@@ -70,14 +70,14 @@ impl Scratch {
         }
     }
 
-    /// Takes what the kernel has read meanwhile.
+    /// Takes what the kernel has done meanwhile.
     fn reap(&mut self) {
         if let Some(uring) = &self.uring {
             uring.lock().reap(&mut self.used);
         }
     }
 
-    /// Waits for all that the kernel reads; the chains that go back for it.
+    /// Waits for all that the kernel does; the chains that go back for it.
     pub fn finish(&mut self) -> &mut Vec<Used> {
         if let Some(uring) = &self.uring {
             uring.lock().finish(&mut self.used);

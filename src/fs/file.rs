@@ -201,8 +201,9 @@ impl Files for PassthroughFs {
         self.handles.get(node, fh).is_ok_and(|handle| !handle.host.in_memory)
     }
 
-    fn file_for_read(&self, node: u64, read: &ReadIn) -> Result<OwnedFd> {
-        self.handles.get(node, read.fh)?.copy()
+    fn file_for_read(&self, node: u64, read: &ReadIn) -> Result<Option<OwnedFd>> {
+        let handle = self.handles.get(node, read.fh)?;
+        (!self.shrinks_wait()).then(|| handle.copy()).transpose()
     }
 
     fn file_for_write(&self, node: u64, write: &WriteIn) -> Result<Option<OwnedFd>> {

@@ -8,12 +8,16 @@ use std::thread;
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
+use rustix::process::{Resource, getrlimit};
 
 use super::inode::Inode;
 
 /// Most descriptors: of the files that a build or a listing comes back to within a second. Each costs the kernel some 300
 /// bytes; what does not find room is opened by its handle each time.
 const MOST: usize = 4096;
+
+/// And no more than this part of what the process may open, which is the guest's.
+const SHARE: u64 = 8;
 
 /// One that was not used for so long is closed, at the latest after twice as long: it would keep a file that the host has
 /// removed on its disk.
@@ -25,6 +29,7 @@ pub struct Kept {
     state: Mutex<State>,
     come: Condvar,
     count: AtomicUsize,
+    most: usize,
 }
 
 #[derive(Default)]
@@ -36,7 +41,8 @@ struct State {
 impl Kept {
     /// Starts the thread that closes what is not used. It sleeps while there is nothing.
     pub fn start() -> Arc<Self> {
-        let kept = Arc::new(Self::default());
+        let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX) / SHARE;
+        let kept = Arc::new(Self { most: MOST.min(limit as usize), ..Self::default() });
         let thread = thread::Builder::new().name("thruway-sweep".into());
         let swept = kept.clone();
         if let Err(e) = thread.spawn(move || swept.sweep_on()) {
@@ -54,7 +60,7 @@ impl Kept {
 
     /// Takes note of an inode that is about to keep a descriptor. False: it must not.
     pub fn add(&self, inode: &Arc<Inode>) -> bool {
-        if self.count.load(Ordering::Relaxed) >= MOST {
+        if self.count.load(Ordering::Relaxed) >= self.most {
             return false;
         }
         let mut state = self.state.lock();

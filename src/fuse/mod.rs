@@ -282,8 +282,11 @@ impl<F: FileSystem + Send + Sync + 'static> Server<F> {
                 let args: ReadIn = request.take()?;
                 let (unique, size, offset) = (request.header.unique, args.size as usize, args.offset);
                 let io = |file, long| Ok(Done::Io(LateIo { unique, file, offset, size, write: false, long }));
-                if crowded && size >= LARGE {
-                    return io(fs.file_for_read(node, &args)?, true);
+                if crowded
+                    && size >= LARGE
+                    && let Some(file) = fs.file_for_read(node, &args)?
+                {
+                    return io(file, true);
                 }
                 if let Reading::Waits(file) = reply.fill(size, |to| fs.read(node, &args, to))? {
                     return io(file, false);

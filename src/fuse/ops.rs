@@ -151,8 +151,8 @@ pub trait Files {
     fn create(&self, parent: u64, name: &CStr, create: &CreateIn, by: &Creator) -> Result<Served<Created>>;
     fn tmpfile(&self, parent: u64, create: &CreateIn, by: &Creator) -> Result<Served<Created>>;
     fn read(&self, node: u64, read: &ReadIn, to: &IoRange) -> Result<Reading>;
-    /// The open file, for who reads from it by himself.
-    fn file_for_read(&self, node: u64, read: &ReadIn) -> Result<OwnedFd>;
+    /// The open file, for who reads from it by himself, if that is as good.
+    fn file_for_read(&self, node: u64, read: &ReadIn) -> Result<Option<OwnedFd>>;
     fn write(&self, node: u64, write: &WriteIn, from: &IoRange) -> Result<usize>;
     /// The open file, for who writes to it by himself on behalf of this thread, if that is as good.
     fn file_for_write(&self, node: u64, write: &WriteIn) -> Result<Option<OwnedFd>>;
