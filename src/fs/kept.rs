@@ -16,8 +16,8 @@ use super::inode::Inode;
 /// bytes; what does not find room is opened by its handle each time.
 const MOST: usize = 4096;
 
-/// And no more than this part of what the process may open, which is the guest's.
-const SHARE: u64 = 8;
+/// The part of what the process may open that they may be: the rest is for what the guest has open.
+const SHARE: u64 = 4;
 
 /// One that was not used for so long is closed, at the latest after twice as long: it would keep a file that the host has
 /// removed on its disk.

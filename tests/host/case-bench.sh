@@ -14,15 +14,17 @@ case_bench() {
     [[ $(sed -n '1p;$p' "$work/bench/benchmarks.md") == $'a line by hand\nanother' ]] || fail 'lines by hand were lost'
     if grep -q 'an old row' "$work/bench/benchmarks.md"; then fail 'the old figures are still there'; fi
     for job in 'write 4k, sequential' 'read 4k, sequential' 'read 4k, random' 'write 4k, random' 'mmap read 4k, random' \
-        'first touch of a 2 MiB range, p50' 'overwrite 4k, random' 'overwrite 128k, sequential'; do
+        'first touch of a 2 MiB range, p50' 'overwrite 4k, random' 'overwrite 128k, sequential' 'unpack and build'; do
         # In a table once with figures, once with ratios.
         (($(grep -cE "^\| $job.*[0-9]" "$work/bench/benchmarks.md") >= 2)) || fail "no rows of '$job'"
         grep -q "^$job" "$work"/bench/plots/*.svg || fail "no panel of '$job'"
     done
     grep -q '^thruwayd, passthrough: the first OPEN of the file' "$work/bench/benchmarks.md" || fail 'no time of the first OPEN'
+    (($(grep -cE '^\| (getattr|readdirplus|create), depth 1 .*[0-9]' "$work/bench/benchmarks.md") == 6)) || fail 'no rows without a guest'
+    grep -q '^thruwayd: .* % over tmpfs; requests: Lookup [0-9]' "$work/bench/benchmarks.md" || fail 'no requests of a build'
     tail -n 1 "$work/bench/plots/qemu.svg" | grep -q '</svg>' || fail 'the plot is cut off'
 
     if THRUWAY_DAEMON=/bin/false bench >"$work/out" 2>&1; then fail 'a daemon that fails was not told'; fi
-    grep -q 'thruwayd: boot failed (exit status: 70):' "$work/out" || fail "told so: $(cat "$work/out")"
+    grep -q '^bench: /bin/false .*: it ended (exit status: 1)' "$work/out" || fail "told so: $(cat "$work/out")"
     [[ $(echo /dev/shm/thruway-bench.*) == "$left" ]] || fail 'it left its share in /dev/shm'
 }
