@@ -24,6 +24,8 @@ const READ: u32 = 1000;
 const SLOW: u32 = 1001;
 /// Replies at once.
 const FAST: u32 = 1002;
+/// Takes the worker 20 ms, and fails with EPERM if it is told that others wait.
+const HEAVY: u32 = 1003;
 
 const LONG: Duration = Duration::from_secs(10);
 
@@ -48,6 +50,11 @@ impl Handler for Stub {
                 thread::sleep(Duration::from_millis(50));
                 empty()
             })),
+            HEAVY => {
+                thread::sleep(Duration::from_millis(20));
+                let error = if work.crowded { -libc::EPERM } else { 0 };
+                Outcome::Replied(work.writable.write_at(0, OutHeader { len: 16, error, unique }.as_bytes()))
+            }
             _ => Outcome::Replied(work.writable.write_at(0, &empty())),
         }
     }
@@ -170,6 +177,24 @@ fn a_cold_read_is_told_from_a_warm_one() {
     // Only the second half is missing.
     rustix::fs::fadvise(&file, 1 << 16, None, rustix::fs::Advice::DontNeed).unwrap();
     assert!(matches!(read(), Reading::Waits(_)));
+}
+
+/// Who moves much data while others wait is told so, if there is somebody else to do it.
+#[test]
+fn large_requests_are_told_of_a_crowd() {
+    for (rings, told) in [(rings(), -libc::EPERM), (Rings::none(), 0)] {
+        let (daemon, _peer) = with_a_peer(rings);
+        let frontend = &daemon.frontend;
+        let submit = |_| {
+            let (_, head) = frontend.header(HEAVY, 0, 128 << 10);
+            frontend.submit(1, &[&head, &[0; 128 << 10]], &[16]).unwrap()
+        };
+        let tokens: Vec<_> = (0..4).map(submit).collect();
+        let done: Vec<_> = tokens.into_iter().map(|token| frontend.wait_for(1, token, LONG).unwrap().data).collect();
+        let errors: Vec<_> = done.iter().map(|reply| OutHeader::read_from_bytes(reply).unwrap().error).collect();
+        assert_eq!((errors[0], errors[3]), (0, told));
+        daemon.end();
+    }
 }
 
 /// Large writes and reads of several at a time: some are handed over, all arrive.
