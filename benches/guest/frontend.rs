@@ -95,14 +95,12 @@ pub fn measure(table: &Table, rounds: u32, time: Duration) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// The table, and how many of its ratios are what was wanted.
+/// The table, and whether its ratios are what was wanted.
 pub fn text(table: &Table, rows: &[Row]) -> String {
     let head = ["", "virtiofsd, ops/s", "thruwayd, ops/s", "ops/s", "CPU/request", "p50 µs", "p99"];
     let mut lines = vec![head.map(str::to_owned).to_vec()];
     lines.extend(rows.iter().zip(table.rows).map(|(row, wanted)| cells(row, wanted)));
-    let mut text = String::new();
-    let _ = writeln!(text, "{}", markdown(&lines));
-    text
+    markdown(&lines) + "\n"
 }
 
 fn cells(row: &Row, wanted: &Wanted) -> Vec<String> {
@@ -111,7 +109,7 @@ fn cells(row: &Row, wanted: &Wanted) -> Vec<String> {
     let (rate, cpu, p99) = (ours.ops.over(&base.ops), ours.cpu.over(&base.cpu), ours.p99.over(&base.p99));
     let told = |met: bool| if met { "met" } else { "**missed**" };
     let mut cells = vec![
-        format!("{}, depth {}", row.workload, row.depth),
+        row.title(),
         number(base.ops.median()),
         number(ours.ops.median()),
         rate.to_string(),

@@ -105,9 +105,9 @@ impl Session {
     /// # Errors
     /// A request that failed, or a daemon that is gone.
     pub fn measure(&mut self, name: &str, plan: &Plan) -> Result<Measured> {
-        let mut lanes = workload::lanes(name, &self.frontend, &mut self.share, plan.queues * plan.depth)?;
-        let phase = AtomicU8::new(WARM_UP);
         let (frontend, forgets) = (&self.frontend, &self.forgets);
+        let mut lanes = workload::lanes(name, frontend, forgets, &mut self.share, plan.queues * plan.depth)?;
+        let phase = AtomicU8::new(WARM_UP);
         std::thread::scope(|scope| {
             let mut workers = Vec::new();
             for slots in self.slots.iter_mut().take(plan.queues) {

@@ -57,7 +57,7 @@ pub struct Row {
 }
 
 impl Row {
-    fn title(&self) -> String {
+    pub fn title(&self) -> String {
         format!("{}, depth {}", self.workload, self.depth)
     }
 }

@@ -6,7 +6,7 @@ use std::time::Instant;
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::errno_text;
-use super::slots::{Ask, MAX_DATA, Reply};
+use super::slots::{Ask, Forgets, MAX_DATA, Reply};
 use crate::frontend::Frontend;
 use crate::fuse::abi::*;
 
@@ -107,7 +107,7 @@ impl Pattern {
 }
 
 /// The lanes of a workload.
-pub fn lanes(name: &str, frontend: &Frontend, share: &mut Share, count: usize) -> Result<Vec<Lane>> {
+pub fn lanes(name: &str, frontend: &Frontend, forgets: &Forgets, share: &mut Share, count: usize) -> Result<Vec<Lane>> {
     let script: Box<dyn Fn(usize) -> Box<dyn Script>> = match name {
         "getattr" => {
             let files = share.small(frontend)?;
@@ -118,7 +118,7 @@ pub fn lanes(name: &str, frontend: &Frontend, share: &mut Share, count: usize) -
             Box::new(move |n| Box::new(Lookup(Pick::new(&files, n))))
         }
         "lookup-new" => {
-            let files = share.listed(frontend)?;
+            let files = share.listed(frontend, forgets)?;
             Box::new(move |n| Box::new(LookupNew { files: files.clone(), at: n, step: count }))
         }
         "open" => {
@@ -139,7 +139,7 @@ pub fn lanes(name: &str, frontend: &Frontend, share: &mut Share, count: usize) -
             })
         }
         "readdirplus" => {
-            let dir = share.listed(frontend)?.dir;
+            let dir = share.listed(frontend, forgets)?.dir;
             Box::new(move |_| Box::new(List { dir, fh: 0, offset: 0, over: false, entries: Vec::new() }))
         }
         "statfs" => Box::new(|_| Box::new(Statfs)),
@@ -573,17 +573,11 @@ impl Share {
     }
 
     /// Its files are not known to the guest.
-    fn listed(&mut self, frontend: &Frontend) -> Result<Arc<Files>> {
+    fn listed(&mut self, frontend: &Frontend, forgets: &Forgets) -> Result<Arc<Files>> {
         if self.listed.is_none() {
             let files = fill(frontend, self.dir, "listed", LISTED, 0)?;
-            for (_, node) in &files.files {
-                let args = ForgetIn { nlookup: 1 };
-                let (_, header) = frontend.header(Opcode::Forget as u32, *node, size_of::<ForgetIn>());
-                let sent = frontend.submit(0, &[&[&header, args.as_bytes()].concat()], &[]);
-                let token = sent.map_err(|e| format!("cannot forget: {e}"))?;
-                let done = frontend.wait_for(0, token, std::time::Duration::from_secs(30));
-                done.map_err(|e| format!("the daemon does not take FORGET: {e}"))?;
-            }
+            let mut nodes = files.files.iter().map(|(_, node)| *node).collect();
+            forgets.send(frontend, &mut nodes).map_err(|e| format!("the daemon does not take FORGET: {e}"))?;
             self.listed = Some(Arc::new(files));
         }
         Ok(self.listed.clone().unwrap_or_else(|| unreachable!("it was made just now")))

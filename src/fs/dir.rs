@@ -1,13 +1,13 @@
 //! Listing directories.
 
 use std::ffi::CStr;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 
 use rustix::fs::{OFlags, SeekFrom, fdatasync, fsync, seek};
 use rustix::io::Errno;
 use zerocopy::FromBytes;
 
-use super::handle::{DirState, Handle};
+use super::handle::DirState;
 use super::{CachePolicy, PassthroughFs, sys};
 use crate::fuse::abi::*;
 use crate::fuse::ops::{DirSink, Dirs, Result};
@@ -94,8 +94,7 @@ impl Dirs for PassthroughFs {
             CachePolicy::Auto | CachePolicy::Never => OpenFlags::empty(),
             CachePolicy::Always | CachePolicy::Metadata => OpenFlags::KEEP_CACHE | OpenFlags::CACHE_DIR,
         };
-        let host = self.hosts.get(inode.key.dev, file.as_fd());
-        let fh = self.handles.insert(Handle::dir(file, node, host))?;
+        let fh = self.handles.insert(self.handle(&inode, file))?;
         Ok(OpenOut { fh, open_flags: open_flags.bits(), backing_id: 0 })
     }
 

@@ -80,7 +80,10 @@ impl PassthroughFs {
 
     pub(super) fn handle(&self, inode: &Arc<Inode>, file: OwnedFd) -> Handle {
         let host = self.hosts.get(inode.key.dev, file.as_fd());
-        Handle::file(file, inode.id, host)
+        match inode.format() {
+            libc::S_IFDIR => Handle::dir(file, inode.id, host),
+            _ => Handle::file(file, inode.id, host),
+        }
     }
 
     /// An open that was counted is over.

@@ -1,12 +1,13 @@
 //! What the host's file systems are like, of which a share may have several.
 
+use std::io::IoSliceMut;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use dashmap::DashMap;
 use rustix::fs::fstatfs;
-use rustix::io::Errno;
+use rustix::io::{Errno, ReadWriteFlags, preadv2};
 
 use super::sys;
 use crate::fuse::buf::IoRange;
@@ -58,7 +59,7 @@ impl HostFs {
             return if self.flushes { Ok(None) } else { sys::preadv(fd, to, offset, 0).map(Some) };
         }
         match sys::preadv(fd, to, offset, libc::RWF_NOWAIT) {
-            Ok(n) if n < to.len() && !sys::is_end(fd, offset.saturating_add(n as u64)) => Ok(None),
+            Ok(n) if n < to.len() && !is_end(fd, offset.saturating_add(n as u64)) => Ok(None),
             Ok(n) => Ok(Some(n)),
             Err(Errno::AGAIN) => Ok(None),
             Err(Errno::OPNOTSUPP) => {
@@ -68,6 +69,12 @@ impl HostFs {
             Err(errno) => Err(errno),
         }
     }
+}
+
+/// Whether a file has nothing at `offset`, as far as one can see without waiting.
+fn is_end(fd: BorrowedFd, offset: u64) -> bool {
+    let mut byte = [0];
+    matches!(preadv2(fd, &mut [IoSliceMut::new(&mut byte)], offset, ReadWriteFlags::NOWAIT), Ok(0))
 }
 
 /// All of them, by device number.

@@ -197,7 +197,7 @@ impl Inode {
     }
 
     /// Opens the file anew.
-    pub fn open(&self, handles: &Handles, flags: OFlags) -> Result<OwnedFd> {
+    pub fn open(self: &Arc<Self>, handles: &Handles, flags: OFlags) -> Result<OwnedFd> {
         match &*self.found(handles)? {
             Place::Fd(fd) => reopen(fd.as_fd(), flags),
             // Faster than by a descriptor that is kept, which takes a path in /proc.
@@ -240,7 +240,7 @@ impl Inode {
     }
 
     /// The place as a descriptor or a handle.
-    fn found(&self, handles: &Handles) -> Result<RwLockReadGuard<'_, Place>> {
+    fn found(self: &Arc<Self>, handles: &Handles) -> Result<RwLockReadGuard<'_, Place>> {
         let place = self.place.read_recursive();
         let Place::Name(parent, name) = &*place else { return Ok(place) };
         let (parent, name) = (parent.clone(), name.clone());
@@ -249,7 +249,7 @@ impl Inode {
         Ok(self.place.read_recursive())
     }
 
-    fn find(&self, handles: &Handles, parent: &Arc<Inode>, name: &CStr) -> Result<()> {
+    fn find(self: &Arc<Self>, handles: &Handles, parent: &Arc<Inode>, name: &CStr) -> Result<()> {
         let fd = parent.with_fd(handles, |dir| open_path(dir, name)).map_err(|errno| match errno {
             Errno::NOENT | Errno::NOTDIR => Errno::STALE,
             other => other,
@@ -258,10 +258,15 @@ impl Inode {
         if identity(&st) != (self.key, self.birth) {
             return Err(Errno::STALE);
         }
-        let (found, _) = handles.place(fd)?;
-        let mut place = self.place.write();
-        if let Place::Name(..) = *place {
-            *place = found;
+        let (found, spare) = handles.place(fd)?;
+        {
+            let mut place = self.place.write();
+            if let Place::Name(..) = *place {
+                *place = found;
+            }
+        }
+        if let Some(fd) = spare {
+            self.keep(handles, fd, false);
         }
         Ok(())
     }

@@ -345,10 +345,7 @@ impl<'a> Loader<'a> {
         let opened = match (handle.directory, inode.format()) {
             (true, libc::S_IFDIR) => {
                 let file = inode.open(&self.fs.places, OFlags::RDONLY | OFlags::DIRECTORY);
-                file.map(|file| {
-                    let host = self.fs.hosts.get(inode.key.dev, file.as_fd());
-                    Handle::dir(file, inode.id, host)
-                })
+                file.map(|file| self.fs.handle(inode, file))
             }
             (false, libc::S_IFREG) => self.open_file(inode, handle.flags).map(|file| self.fs.handle(inode, file)),
             // The file there is of another type than the one that was open.

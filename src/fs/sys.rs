@@ -26,15 +26,6 @@ pub fn preadv(fd: BorrowedFd, to: &IoRange, offset: u64, flags: i32) -> Result<u
     })
 }
 
-/// Whether a file has nothing at `offset`, as far as one can see without waiting.
-pub fn is_end(fd: BorrowedFd, offset: u64) -> bool {
-    let (mut byte, Ok(offset)) = ([0u8], i64::try_from(offset)) else { return true };
-    let piece = libc::iovec { iov_base: byte.as_mut_ptr().cast(), iov_len: 1 };
-    // SAFETY: the slice is the one byte.
-    let n = unsafe { libc::preadv2(fd.as_raw_fd(), &piece, 1, offset, libc::RWF_NOWAIT) };
-    n == 0
-}
-
 /// pwritev2(2) from guest memory, in pieces of IOV_MAX slices. Ends at a short write.
 pub fn pwritev(fd: BorrowedFd, from: &IoRange, offset: u64, flags: i32) -> Result<usize> {
     pieces(from.as_slice(), offset, |piece, offset| {

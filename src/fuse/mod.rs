@@ -98,10 +98,11 @@ impl LateIo {
 
     /// Reads, which waits; the whole reply, header included.
     pub fn wait(self) -> Vec<u8> {
-        let mut data = vec![0; self.size.min(MAX_WRITE as usize)];
-        let result = rustix::io::pread(&self.file, &mut data, self.offset);
-        let (mut reply, len) = self.reply(result.map_or_else(|e| -e.raw_os_error(), |n| n as i32));
-        reply.extend(data);
+        let start = size_of::<OutHeader>();
+        let mut reply = vec![0; start + self.size.min(MAX_WRITE as usize)];
+        let result = rustix::io::pread(&self.file, &mut reply[start..], self.offset);
+        let (head, len) = self.reply(result.map_or_else(|e| -e.raw_os_error(), |n| n as i32));
+        reply[..start].copy_from_slice(&head);
         reply.truncate(len as usize);
         reply
     }
