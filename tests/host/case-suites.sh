@@ -3,6 +3,9 @@
 
 # What virtiofsd passes, and so what is asked at least.
 pjdfstest_passed=382
+# Linux' FUSE sends O_RDONLY | O_TRUNC to the server before it looks whether the file is executed, and so the program may
+# have died of it by then: on a busy machine 1 of 10 with virtiofsd too.
+pjdfstest_racy=open::etxtbsy
 
 # pjdfstest_run NAME KIND DAEMON [BOOT-ARGUMENT...]: the results into $work/NAME.results, lines of a test and its result.
 pjdfstest_run() {
@@ -12,7 +15,8 @@ pjdfstest_run() {
         --share "s=$work/$name" "${@:4}" "$guest_dir/pjdfstest.sh" 2>&1 | sed 's/\x1b\[[0-9;]*m//g' | tee "$work/$name.out" || status=$?
     # A test that fails makes the suite's status 1; anything else is no result.
     ((status <= 1)) || fail "the guest '$name' ended with status $status"
-    sed -nE 's/^([a-z0-9_:]+) +(ok|FAILED|skipped|expected_failure)$/\1 \2/p' "$work/$name.out" | sort >"$work/$name.results"
+    sed -nE 's/^([a-z0-9_:]+) +(ok|FAILED|skipped|expected_failure)$/\1 \2/p' "$work/$name.out" |
+        sed "/^$pjdfstest_racy /d" | sort >"$work/$name.results"
 }
 
 count() { grep -c " $2\$" "$work/$1.results" || true; }
@@ -21,7 +25,8 @@ pjdfstest_check() {
     local failed passed
     failed=$(count "$1" FAILED) passed=$(count "$1" ok)
     note "pjdfstest $1: $passed passed, $failed failed, $(count "$1" skipped) skipped"
-    ((failed == 0 && passed >= pjdfstest_passed)) || fail "pjdfstest: $passed passed, $failed failed in $1"
+    ((failed == 0 && passed >= pjdfstest_passed)) ||
+        fail "pjdfstest: $passed passed, $failed failed in $1: $(grep -A 2 -E ' FAILED$' "$work/$1.out" | tr -s ' \n' ' ')"
     logs_are_clean "$work/$1.logs"
 }
 
