@@ -14,6 +14,7 @@ use crate::host::{self, Result};
 const CONTENDERS: [&str; 3] = ["virtiofsd --thread-pool-size=0", "virtiofsd --thread-pool-size=4", "thruwayd"];
 
 pub struct Table {
+    pub name: &'static str,
     pub title: &'static str,
     arguments: &'static str,
     rows: &'static [Wanted],
@@ -62,8 +63,18 @@ const ROWS: &[Wanted] = &[
 ];
 
 pub const TABLES: &[Table] = &[
-    Table { title: "Without a guest, sandbox none", arguments: "--sandbox none --seccomp none", rows: ROWS },
-    Table { title: "Without a guest, sandbox and seccomp as by default", arguments: "", rows: ROWS },
+    Table {
+        name: "frontend",
+        title: "Without a guest, sandbox none",
+        arguments: "--sandbox none --seccomp none",
+        rows: ROWS,
+    },
+    Table {
+        name: "frontend-default",
+        title: "Without a guest, sandbox and seccomp as by default",
+        arguments: "",
+        rows: ROWS,
+    },
 ];
 
 /// Measures a table's rows; the contenders have turns in each round.

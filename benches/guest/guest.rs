@@ -43,9 +43,9 @@ pub struct Told {
 }
 
 /// Boots, shows each figure as it comes, and returns when the guest is gone.
-pub fn run(table: &Table, contender: &Contender, share: &Path, seconds: u32) -> Result<Told> {
+pub fn run(table: &Table, contender: &Contender, share: &Path, quick: bool) -> Result<Told> {
     let logs = tempfile::tempdir().map_err(|e| format!("cannot make a directory for logs: {e}"))?;
-    let mut boot = command(table, contender, share, seconds, logs.path())?
+    let mut boot = command(table, contender, share, quick, logs.path())?
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .spawn()
@@ -63,6 +63,9 @@ pub fn run(table: &Table, contender: &Contender, share: &Path, seconds: u32) -> 
         return Err(format!("boot failed ({status}):\n{}", told.rest[end..].join("\n")));
     }
     let log = std::fs::read_to_string(logs.path().join("daemon-0.log")).unwrap_or_default();
+    if told.requests.is_empty() {
+        told.requests = logged(&log);
+    }
     let measured = [(SETUPMAPPING, mapping_time(&log)), (FIRST_OPEN, first_open_time(&log))];
     told.figures.extend(measured.into_iter().filter_map(|(name, us)| Some((name.to_owned(), us?))));
     match table.jobs.iter().find(|job| !told.figures.contains_key(job.name)) {
@@ -71,7 +74,7 @@ pub fn run(table: &Table, contender: &Contender, share: &Path, seconds: u32) -> 
     }
 }
 
-fn command(table: &Table, contender: &Contender, share: &Path, seconds: u32, logs: &Path) -> Result<Command> {
+fn command(table: &Table, contender: &Contender, share: &Path, quick: bool, logs: &Path) -> Result<Command> {
     let daemon = match contender.daemon {
         Daemon::Virtiofsd => host::virtiofsd()?,
         Daemon::Thruwayd | Daemon::Native(_) => host::thruwayd(),
@@ -84,6 +87,8 @@ fn command(table: &Table, contender: &Contender, share: &Path, seconds: u32, log
         Daemon::Thruwayd => format!("{} --metrics-path {}", contender.daemon_args, logs.join("metrics").display()),
         _ => contender.daemon_args.to_owned(),
     };
+    // A quick job is 200 ms long, which is some requests even under emulation.
+    let milliseconds = if quick { 200 } else { table.seconds * 1000 };
     // By a shell that joins stderr to stdout: there is one log.
     let mut command = Command::new("sh");
     command
@@ -101,7 +106,7 @@ fn command(table: &Table, contender: &Contender, share: &Path, seconds: u32, log
         .arg(host::guest_dir())
         .arg(host::guest_dir().join("bench.sh"))
         .current_dir(host::root())
-        .args([place, &table.file_mib.to_string(), &seconds.to_string()])
+        .args([place, &table.file_mib.to_string(), &milliseconds.to_string()])
         .args(table.jobs.iter().map(job_line));
     Ok(command)
 }
@@ -126,7 +131,12 @@ fn field(line: &str, name: &str) -> Option<u64> {
 
 fn job_line(job: &Job) -> String {
     match job.measure {
-        Measure::Fio(arguments) => format!("{} fio {arguments}", job.name),
+        Measure::Fio(arguments, 1) => format!("{} fio {arguments}", job.name),
+        Measure::Fio(arguments, jobs) => {
+            let part = 100 / jobs;
+            format!("{} fio {arguments} --numjobs={jobs} --size={part}% --offset_increment={part}%", job.name)
+        }
+        Measure::Meta(arguments) => format!("{} meta {arguments}", job.name),
         Measure::FirstTouch => format!("{} first-touch", job.name),
         Measure::Build => format!("{} build", job.name),
     }
@@ -181,12 +191,21 @@ fn counted(metrics: &Path, before: &BTreeMap<String, u64>) -> BTreeMap<String, u
     counts.collect()
 }
 
+/// What virtiofsd has logged, where it was told to.
+fn logged(log: &str) -> BTreeMap<String, u64> {
+    let mut requests = BTreeMap::new();
+    for opcode in log.lines().filter_map(|line| line.split_once("Received request: opcode=")?.1.split(' ').next()) {
+        *requests.entry(opcode.to_owned()).or_default() += 1;
+    }
+    requests
+}
+
 /// `None` for anything that is not a measured, positive figure.
 fn figure(measure: &Measure, json: &str) -> Option<f64> {
     let json: Value = serde_json::from_str(json).ok()?;
     let figure = match measure {
-        Measure::Fio(_) => json["jobs"].as_array()?.iter().map(iops).sum::<Option<f64>>()?,
-        Measure::Build => json.as_f64()?,
+        Measure::Fio(..) => json["jobs"].as_array()?.iter().map(iops).sum::<Option<f64>>()?,
+        Measure::Build | Measure::Meta(_) => json.as_f64()?,
         Measure::FirstTouch => median(&json.as_array()?.iter().map(Value::as_f64).collect::<Option<Vec<_>>>()?),
     };
     (figure > 0.0).then_some(figure)

@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Parser;
-use tempfile::TempDir;
+use clap::builder::PossibleValuesParser;
 
 use host::Result;
 use plan::{Contender, FIRST_OPEN, SETUPMAPPING, TABLES, Table};
@@ -24,9 +24,12 @@ struct Options {
     /// How often each contender has its turn
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
-    /// One round of one-second jobs, to see that it works; the figures go to target/bench
+    /// One round of short jobs, to see that it works; the figures go to target/bench
     #[arg(long, conflicts_with = "rounds")]
     quick: bool,
+    /// Only these tables; the others stay as they are
+    #[arg(long, value_name = "TABLE", value_delimiter = ',', value_parser = PossibleValuesParser::new(names()))]
+    only: Vec<String>,
     /// Where benchmarks.md and plots/ are written [default: docs]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
@@ -35,16 +38,17 @@ struct Options {
     bench: bool,
 }
 
-/// Five seconds: a pass through the file for the slower contenders' sequential jobs, and a short run in all.
-const SECONDS: u32 = 5;
+fn names() -> impl Iterator<Item = &'static str> {
+    frontend::TABLES.iter().map(|table| table.name).chain(TABLES.iter().map(|table| table.name))
+}
 
 impl Options {
-    fn rounds(&self) -> u32 {
-        if self.quick { 1 } else { self.rounds }
+    fn wants(&self, name: &str) -> bool {
+        self.only.is_empty() || self.only.iter().any(|only| only == name)
     }
 
-    fn seconds(&self) -> u32 {
-        if self.quick { 1 } else { SECONDS }
+    fn rounds(&self) -> u32 {
+        if self.quick { 1 } else { self.rounds }
     }
 
     fn out(&self) -> PathBuf {
@@ -57,22 +61,37 @@ impl Options {
 pub struct Results {
     quick: bool,
     rounds: u32,
-    seconds: u32,
-    /// Of the host, the guests and the programs.
+    /// Of the host and the programs.
     facts: Vec<(&'static str, String)>,
     /// By the names of table, contender and job.
     figures: BTreeMap<[&'static str; 3], Series>,
-    /// By the tables of [`frontend`].
-    rows: Vec<Vec<thruway::bench::report::Row>>,
+    /// By the name of a table of [`frontend`].
+    rows: BTreeMap<&'static str, Vec<thruway::bench::report::Row>>,
     /// Of a build, by table and contender: requests by opcode.
     requests: BTreeMap<[&'static str; 2], BTreeMap<String, u64>>,
-    /// What the guests of a table told of themselves.
+    /// What the guests of a table told of themselves, by its name.
     versions: BTreeMap<&'static str, BTreeMap<String, String>>,
 }
 
 impl Results {
     fn series(&self, table: &Table, contender: &Contender, job: &plan::Job) -> &Series {
         &self.figures[&[table.name, contender.name, job.name]]
+    }
+
+    fn take(&mut self, table: &Table, contender: &Contender, told: guest::Told) {
+        let names = table.jobs.iter().map(|job| job.name).chain([SETUPMAPPING, FIRST_OPEN]);
+        for name in names {
+            if let Some(&figure) = told.figures.get(name) {
+                self.figures.entry([table.name, contender.name, name]).or_default().push(figure);
+            }
+        }
+        self.requests.insert([table.name, contender.name], told.requests);
+        self.versions.insert(table.name, told.versions);
+    }
+
+    /// The tables that were measured.
+    fn tables(&self) -> impl Iterator<Item = &'static Table> {
+        TABLES.iter().filter(|table| self.versions.contains_key(table.name))
     }
 }
 
@@ -100,50 +119,43 @@ fn run(options: &Options) -> Result<()> {
 }
 
 fn measure(options: &Options) -> Result<Results> {
-    host::build_guest_kernel()?;
-    let shares = TABLES.iter().map(host::share).collect::<Result<Vec<_>>>()?;
-    let (rounds, seconds) = (options.rounds(), options.seconds());
+    let tables: Vec<&Table> = TABLES.iter().filter(|table| options.wants(table.name)).collect();
+    if tables.iter().any(|table| table.boot.contains(&plan::GUEST_KERNEL)) {
+        host::build_guest_kernel()?;
+    }
+    let rounds = options.rounds();
     let mut results = Results {
         quick: options.quick,
         rounds,
-        seconds,
         facts: host::facts()?,
         figures: BTreeMap::new(),
-        rows: Vec::new(),
+        rows: BTreeMap::new(),
         requests: BTreeMap::new(),
         versions: BTreeMap::new(),
     };
-    for table in frontend::TABLES {
+    for table in frontend::TABLES.iter().filter(|table| options.wants(table.name)) {
         println!("{} ...", table.title);
         let time = std::time::Duration::from_millis(if options.quick { 100 } else { 500 });
-        results.rows.push(frontend::measure(table, rounds, time)?);
+        results.rows.insert(table.name, frontend::measure(table, rounds, time)?);
     }
-    for round in 1..=rounds {
-        for (table, contender, share) in turns(&shares, round) {
-            let turn = format!("round {round} of {rounds}, {}, {}", table.name, contender.name);
-            println!("{turn} ...");
-            let told = guest::run(table, contender, share.path(), seconds).map_err(|e| format!("{turn}: {e}"))?;
-            for job in table.jobs {
-                let series = results.figures.entry([table.name, contender.name, job.name]).or_default();
-                series.push(told.figures[job.name]);
+    for table in tables {
+        let share = host::share(table)?;
+        for round in 1..=rounds {
+            for contender in turns(table, round) {
+                let turn = format!("round {round} of {rounds}, {}, {}", table.name, contender.name);
+                println!("{turn} ...");
+                let told =
+                    guest::run(table, contender, share.path(), options.quick).map_err(|e| format!("{turn}: {e}"))?;
+                results.take(table, contender, told);
             }
-            for name in [SETUPMAPPING, FIRST_OPEN] {
-                if let Some(&us) = told.figures.get(name) {
-                    results.figures.entry([table.name, contender.name, name]).or_default().push(us);
-                }
-            }
-            results.requests.insert([table.name, contender.name], told.requests);
-            results.versions.insert(table.name, told.versions);
         }
     }
     Ok(results)
 }
 
 /// Everybody's, in a round: each round begins with another contender, so that no place in it is always the same one's.
-fn turns(shares: &[TempDir], round: u32) -> impl Iterator<Item = (&'static Table, &'static Contender, &TempDir)> {
-    TABLES.iter().zip(shares).flat_map(move |(table, share)| {
-        let first = (round - 1) as usize % table.contenders.len();
-        let (later, sooner) = table.contenders.split_at(first);
-        sooner.iter().chain(later).map(move |contender| (table, contender, share))
-    })
+fn turns(table: &Table, round: u32) -> impl Iterator<Item = &Contender> {
+    let first = (round - 1) as usize % table.contenders.len();
+    let (later, sooner) = table.contenders.split_at(first);
+    sooner.iter().chain(later)
 }

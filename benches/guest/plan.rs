@@ -7,11 +7,24 @@ pub struct Table {
     pub title: &'static str,
     /// For `vm-images/boot`.
     pub boot: &'static [&'static str],
-    /// The first is what the others are compared with.
+    /// The first are [`Daemon::Virtiofsd`]: what the others are compared with, the better one of each row.
     pub contenders: &'static [Contender],
     pub jobs: &'static [Job],
     /// Size of the file that is worked on.
     pub file_mib: usize,
+    /// Of fio's jobs and of `meta.py`'s, where they are measured.
+    pub seconds: u32,
+}
+
+impl Table {
+    /// How many contenders the others are compared with.
+    pub fn peers(&self) -> usize {
+        self.contenders.iter().filter(|c| matches!(c.daemon, Daemon::Virtiofsd)).count()
+    }
+
+    pub fn native(&self) -> Option<&Contender> {
+        self.contenders.iter().find(|c| matches!(c.daemon, Daemon::Native(_)))
+    }
 }
 
 pub struct Contender {
@@ -38,8 +51,10 @@ pub enum Goal {
     Over(&'static str, &'static str, f64),
     /// At most this median in this job.
     AtMost(&'static str, f64),
-    /// No job is slower than with the first contender by more than noise.
+    /// No job is slower than with virtiofsd by more than noise.
     NotBelow,
+    /// The median of the rows is so many times virtiofsd.
+    MedianRow(f64),
 }
 
 pub struct Job {
@@ -49,25 +64,28 @@ pub struct Job {
 }
 
 pub enum Measure {
-    /// I/O operations a second, by fio with these arguments.
-    Fio(&'static str),
+    /// I/O operations a second, by fio with these arguments and so many jobs, each with a part of the file of its own.
+    Fio(&'static str, u32),
     /// The median of `first-touch.py`, in µs.
     FirstTouch,
     /// What `build.py` says, in seconds. The requests are counted.
     Build,
+    /// Operations a second, by `meta.py` with these arguments.
+    Meta(&'static str),
 }
 
 impl Measure {
     pub fn unit(&self) -> &'static str {
         match self {
-            Self::Fio(_) => "IOPS",
+            Self::Fio(..) => "IOPS",
             Self::FirstTouch => "µs",
             Self::Build => "s",
+            Self::Meta(_) => "ops/s",
         }
     }
 
     pub fn more_is_better(&self) -> bool {
-        matches!(self, Self::Fio(_))
+        matches!(self, Self::Fio(..) | Self::Meta(_))
     }
 }
 
@@ -80,7 +98,15 @@ pub const SETUPMAPPING: &str = "setupmapping";
 /// With so many live mappings: the target's number, up to the end of what `first-touch.py` maps.
 pub const SETUPMAPPING_LIVE: std::ops::Range<u64> = 64..96;
 
-pub const TABLES: &[Table] = &[STOCK, PATCHED, BUILD];
+/// Built by guest-kernel/build.
+pub const GUEST_KERNEL: &str = "target/guest-kernel/bzImage";
+
+pub const TABLES: &[Table] = &[STOCK, PATCHED, BUILD, UML, QEMU_JOBS, UML_WRITEBACK, QEMU_WRITEBACK];
+
+/// A pass through the file for the slower contenders' sequential jobs, and a short run in all.
+const SECONDS: u32 = 5;
+/// The tables with many rows: what they measure is many requests long.
+const SECONDS_OF_MANY: u32 = 2;
 
 const VIRTIOFSD: Contender =
     Contender { name: "virtiofsd", daemon: Daemon::Virtiofsd, daemon_args: "", boot: &[], goals: &[] };
@@ -110,6 +136,7 @@ const STOCK: Table = Table {
     boot: &["--kind", "qemu"],
     // The targets', and room for the ranges that `first-touch.py` touches.
     file_mib: 256,
+    seconds: SECONDS,
     contenders: &[VIRTIOFSD, THRUWAYD, DAX],
     jobs: &[
         fio("write", "write 4k, sequential", "--rw=write --bs=4k --ioengine=psync"),
@@ -146,8 +173,9 @@ const PATCHED: Table = Table {
     name: "passthrough",
     title: "QEMU guest with one CPU and guest-kernel/, a file of 1 GiB",
     // 3 GiB: the file twice, as of a RAM disk's it has a page cache, and what the guest needs.
-    boot: &["--kind", "qemu", "--mem", "3072", "--kernel", "target/guest-kernel/bzImage"],
+    boot: &["--kind", "qemu", "--mem", "3072", "--kernel", GUEST_KERNEL],
     file_mib: 1024,
+    seconds: SECONDS,
     contenders: &[
         VIRTIOFSD,
         THRUWAYD,
@@ -185,10 +213,13 @@ const PATCHED: Table = Table {
 const BUILD: Table = Table {
     name: "build",
     title: "QEMU guest with one CPU and guest-kernel/, building a C project",
-    boot: &["--kind", "qemu", "--mem", "1024", "--kernel", "target/guest-kernel/bzImage"],
+    boot: &["--kind", "qemu", "--mem", "1024", "--kernel", GUEST_KERNEL],
     file_mib: 1,
+    seconds: SECONDS,
     contenders: &[
         VIRTIOFSD,
+        // virtiofsd counts no requests, but logs them.
+        Contender { name: "virtiofsd, logging", daemon_args: "--log-level debug", ..VIRTIOFSD },
         THRUWAYD,
         Contender {
             name: "thruwayd, passthrough",
@@ -199,9 +230,99 @@ const BUILD: Table = Table {
         },
         Contender { name: "tmpfs", daemon: Daemon::Native("tmpfs"), daemon_args: "", boot: &[], goals: &[] },
     ],
-    jobs: &[Job { name: "build", title: "unpack and build 17 files", measure: Measure::Build }],
+    jobs: &[BUILD_JOB],
 };
 
+const BUILD_JOB: Job = Job { name: "build", title: "unpack and build 17 files", measure: Measure::Build };
+
+/// From issue 5: what R1, R3 and R4 measured, and what is not reading and writing.
+const REQUEST_JOBS: &[Job] = &[
+    fio("read-128k-1", "read 128k, 1 job", "--rw=read --bs=128k --ioengine=psync"),
+    fio_jobs("read-128k-2", "read 128k, 2 jobs", "--rw=read --bs=128k --ioengine=psync", 2),
+    fio_jobs("read-128k-4", "read 128k, 4 jobs", "--rw=read --bs=128k --ioengine=psync", 4),
+    fio_jobs("read-128k-8", "read 128k, 8 jobs", "--rw=read --bs=128k --ioengine=psync", 8),
+    fio("read-1m-1", "read 1M, 1 job", "--rw=read --bs=1M --ioengine=psync"),
+    fio_jobs("read-1m-2", "read 1M, 2 jobs", "--rw=read --bs=1M --ioengine=psync", 2),
+    fio_jobs("read-1m-4", "read 1M, 4 jobs", "--rw=read --bs=1M --ioengine=psync", 4),
+    fio_jobs("read-1m-8", "read 1M, 8 jobs", "--rw=read --bs=1M --ioengine=psync", 8),
+    fio("direct-1m-1", "read 1M, O_DIRECT, 1 job", "--rw=read --bs=1M --direct=1 --ioengine=psync"),
+    fio_jobs("direct-1m-2", "read 1M, O_DIRECT, 2 jobs", "--rw=read --bs=1M --direct=1 --ioengine=psync", 2),
+    fio_jobs("direct-1m-4", "read 1M, O_DIRECT, 4 jobs", "--rw=read --bs=1M --direct=1 --ioengine=psync", 4),
+    fio_jobs("direct-1m-8", "read 1M, O_DIRECT, 8 jobs", "--rw=read --bs=1M --direct=1 --ioengine=psync", 8),
+    fio("mmap-1", "mmap read 4k, 1 job", "--rw=read --bs=4k --ioengine=mmap"),
+    fio_jobs("mmap-4", "mmap read 4k, 4 jobs", "--rw=read --bs=4k --ioengine=mmap", 4),
+    fio_jobs("write-1k", "write 1k, 2 jobs", "--rw=write --bs=1k --ioengine=psync", 2),
+    fio_jobs("write-4k", "write 4k, 2 jobs", "--rw=write --bs=4k --ioengine=psync", 2),
+    fio_jobs("write-1m", "write 1M, 2 jobs", "--rw=write --bs=1M --ioengine=psync", 2),
+    meta("create-1", "create, 1 process", "create 1"),
+    meta("create-2", "create, 2 processes", "create 2"),
+    meta("create-4", "create, 4 processes", "create 4"),
+    meta("create-8", "create, 8 processes", "create 8"),
+    meta("stat", "stat, cold", "stat 1"),
+    meta("list", "readdir and stat, cold", "list 1"),
+    meta("open", "open and close", "open 1"),
+    meta("unlink", "unlink", "unlink 1"),
+    BUILD_JOB,
+];
+
+const WRITEBACK_JOBS: &[Job] = &[
+    fio_jobs("write-1k", "write 1k, 2 jobs", "--rw=write --bs=1k --ioengine=psync", 2),
+    fio_jobs("write-4k", "write 4k, 2 jobs", "--rw=write --bs=4k --ioengine=psync", 2),
+    fio_jobs("write-1m", "write 1M, 2 jobs", "--rw=write --bs=1M --ioengine=psync", 2),
+];
+
+const POOL_0: Contender = Contender { name: "virtiofsd, pool 0", daemon_args: "--thread-pool-size=0", ..VIRTIOFSD };
+const POOL_4: Contender = Contender { name: "virtiofsd, pool 4", daemon_args: "--thread-pool-size=4", ..VIRTIOFSD };
+
+const UML: Table = Table {
+    name: "uml",
+    title: "User-Mode Linux guest with one CPU",
+    boot: &["--kind", "uml"],
+    file_mib: 256,
+    seconds: SECONDS_OF_MANY,
+    contenders: &[
+        POOL_0,
+        POOL_4,
+        Contender { name: "thruwayd", goals: &[Goal::NotBelow, Goal::MedianRow(1.3)], ..THRUWAYD },
+    ],
+    jobs: REQUEST_JOBS,
+};
+
+const QEMU_JOBS: Table = Table {
+    name: "qemu-jobs",
+    title: "QEMU guest with one CPU, more jobs",
+    boot: &["--kind", "qemu"],
+    contenders: &[POOL_0, POOL_4, THRUWAYD],
+    ..UML
+};
+
+const UML_WRITEBACK: Table = Table {
+    name: "uml-writeback",
+    title: "User-Mode Linux guest with one CPU, writeback",
+    contenders: &[
+        Contender { name: "virtiofsd --writeback", daemon_args: "--writeback", ..VIRTIOFSD },
+        Contender { name: "thruwayd --writeback", daemon_args: "--writeback", ..THRUWAYD },
+        Contender { name: "thruwayd", goals: &[], ..THRUWAYD },
+    ],
+    jobs: WRITEBACK_JOBS,
+    ..UML
+};
+
+const QEMU_WRITEBACK: Table = Table {
+    name: "qemu-writeback",
+    title: "QEMU guest with one CPU, writeback",
+    boot: &["--kind", "qemu"],
+    ..UML_WRITEBACK
+};
+
+const fn meta(name: &'static str, title: &'static str, arguments: &'static str) -> Job {
+    Job { name, title, measure: Measure::Meta(arguments) }
+}
+
 const fn fio(name: &'static str, title: &'static str, arguments: &'static str) -> Job {
-    Job { name, title, measure: Measure::Fio(arguments) }
+    fio_jobs(name, title, arguments, 1)
+}
+
+const fn fio_jobs(name: &'static str, title: &'static str, arguments: &'static str, jobs: u32) -> Job {
+    Job { name, title, measure: Measure::Fio(arguments, jobs) }
 }

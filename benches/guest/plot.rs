@@ -9,7 +9,7 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 use crate::Results;
 use crate::host::Result;
-use crate::plan::{Job, TABLES, Table};
+use crate::plan::{Job, Table};
 use thruway::bench::series::number;
 
 /// Panels side by side: three are read at the width of a page.
@@ -37,7 +37,7 @@ pub fn file_name(table: &Table) -> String {
 
 pub fn write(results: &Results, directory: &Path) -> Result<()> {
     fs::create_dir_all(directory).map_err(|e| format!("cannot make {}: {e}", directory.display()))?;
-    for table in TABLES {
+    for table in results.tables() {
         let path = directory.join(file_name(table));
         draw(results, table, &path).map_err(|e| format!("cannot plot {}: {e}", path.display()))?;
     }

@@ -1,7 +1,8 @@
 #!/bin/bash
-# bench.sh PLACE MIB SECONDS JOB...: measures on the file that the host made in the share, or on one of MIB made here, on a tmpfs or on
-# ext4 on a RAM disk. A JOB is a name, fio, first-touch or build, and arguments.
-place=$1 mib=$2 seconds=$3
+# bench.sh PLACE MIB MILLISECONDS JOB...: measures on the file that the host made in the share, or on one of MIB made here, on a tmpfs or on
+# ext4 on a RAM disk. A JOB is a name, fio, first-touch, build or meta, and
+# arguments.
+place=$1 mib=$2 milliseconds=$3
 shift 3
 file=/mnt/b/data
 if [[ $place != share ]]; then
@@ -22,8 +23,10 @@ for job; do
     command=(python3 /host/first-touch.py "$file")
     if [[ $tool == build ]]; then
         command=(python3 /host/build.py "$(dirname "$file")")
+    elif [[ $tool == meta ]]; then
+        command=(python3 /host/meta.py "$(dirname "$file")" "$milliseconds")
     elif [[ $tool == fio ]]; then
-        command=(fio --name="$name" --filename="$file" --size="$(stat -c %s "$file")" --time_based --runtime="$seconds"
+        command=(fio --name="$name" --filename="$file" --size="$(stat -c %s "$file")" --time_based --runtime="${milliseconds}ms"
             --output-format=json --output=/tmp/result)
     fi
     # The file is there, the guest's memory of it is not: no job profits from the one before.
