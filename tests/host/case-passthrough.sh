@@ -157,3 +157,15 @@ case_passthrough_stock_guest() {
     functional_boot=(--dax)
     functional qemu "${window_options[@]}"
 }
+
+# old_guest [--dax]: by the older, stock kernel of Debian trixie.
+old_guest() {
+    "$root/vm-images/build-old-kernel"
+    # The level at which the kernel says which it is.
+    functional_boot=("$@" --kernel "$(. "$root/vm-images/lib.sh" && old_kernel_dir)/vmlinuz" --kernel-args loglevel=6)
+    functional qemu --passthrough-window=256M,required --passthrough-min-size=0
+    grep -q 'Linux version 6\.12\.' "$work/functional.logs/console.log" || fail 'the guest did not boot Linux 6.12'
+}
+
+case_passthrough_old_guest() { old_guest; }
+case_passthrough_old_guest_dax() { old_guest --dax; }
