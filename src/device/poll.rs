@@ -8,6 +8,9 @@ const SHORTEST: Duration = Duration::from_micros(4);
 /// Looks at the ring between two offers of the CPU to others: some 2 µs.
 const LOOKS: u32 = 32;
 
+/// An offer that took longer than this was taken: two switches of threads and some work, where one that nobody wants takes 1 µs.
+const TAKEN: Duration = Duration::from_micros(5);
+
 /// The state of one worker. The time adapts as KVM's halt polling does (virt/kvm/kvm_main.c): requests that come
 /// soon after the worker has gone to sleep lengthen it, long silence shortens it.
 #[derive(Default)]
@@ -37,14 +40,23 @@ impl Poll {
         self.time.is_zero() || self.since.is_some_and(|since| since.elapsed() >= self.time)
     }
 
-    /// There was nothing: other threads may have the CPU, if they want it.
+    /// There was nothing: other threads may have the CPU.
     pub fn pause(&mut self) {
         self.since.get_or_insert_with(Instant::now);
         self.looks += 1;
         if self.looks % LOOKS == 0 {
+            let offered = Instant::now();
             std::thread::yield_now();
+            self.offered(offered.elapsed());
         } else {
             std::hint::spin_loop();
+        }
+    }
+
+    /// Where others want the CPU, the time begins anew from nothing.
+    fn offered(&mut self, took: Duration) {
+        if took > TAKEN {
+            self.time = Duration::ZERO;
         }
     }
 
@@ -78,7 +90,11 @@ mod tests {
         });
         assert_eq!(poll.time, longest);
         poll.found();
+        poll.offered(Duration::ZERO);
         assert!(!poll.is_over());
+        let mut wanted = Poll { time: longest, ..Poll::default() };
+        wanted.offered(2 * TAKEN);
+        assert!(wanted.is_over());
         // Whatever comes now comes too late.
         (0..40).for_each(|_| {
             poll.rest();

@@ -24,6 +24,10 @@ pub const BATCH: usize = 4;
 /// costs more than a notification.
 const FLUSH_BYTES: usize = 64 << 10;
 
+/// How long FORGETs may gather, so that hundreds of them cost one wake-up of the worker, and of the guest's CPU. The time after
+/// which Linux tries again when the queue was full (fs/fuse/virtio_fs.c).
+const GATHER: Duration = Duration::from_millis(1);
+
 /// How many large requests are handed over once others had to wait behind one: after these it is tried again whether they
 /// still do.
 const CROWD: u32 = 64;
@@ -94,7 +98,12 @@ impl<H: Handler> Workers<H> {
             name_thread(index);
             Box::new(Scratch::new(self.rings.of(index).cloned()))
         });
-        scratch.poll.wake(self.poll);
+        if index == 0 {
+            // Not polled: nobody waits for what comes here.
+            std::thread::sleep(GATHER);
+        } else {
+            scratch.poll.wake(self.poll);
+        }
         loop {
             scratch.reap();
             let mem = self.mem.memory();
