@@ -55,14 +55,15 @@ pub fn build_guest_kernel() -> Result<()> {
 }
 
 /// A directory in memory with the file that a table's jobs work on. Gone when dropped.
-pub fn share(table: &Table) -> Result<TempDir> {
+pub fn share(table: &Table, quick: bool) -> Result<TempDir> {
+    let mib = table.file_mib(quick);
     let share = tempfile::Builder::new()
         .prefix("thruway-bench.")
         .tempdir_in("/dev/shm")
         .map_err(|e| format!("cannot make a directory in /dev/shm: {e}"))?;
     // Not zeroes, which a file system or an emulator might treat better than data.
-    fs::write(share.path().join("data"), vec![0x5a; table.file_mib << 20])
-        .map_err(|e| format!("cannot write {} MiB to /dev/shm: {e}", table.file_mib))?;
+    fs::write(share.path().join("data"), vec![0x5a; mib << 20])
+        .map_err(|e| format!("cannot write {mib} MiB to /dev/shm: {e}"))?;
     Ok(share)
 }
 

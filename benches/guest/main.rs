@@ -139,7 +139,7 @@ fn measure(options: &Options) -> Result<Results> {
         results.rows.insert(table.name, frontend::measure(table, rounds, time)?);
     }
     for table in tables {
-        let share = host::share(table)?;
+        let share = host::share(table, options.quick)?;
         for round in 1..=rounds {
             for contender in turns(table, round) {
                 let turn = format!("round {round} of {rounds}, {}, {}", table.name, contender.name);

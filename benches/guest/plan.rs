@@ -10,13 +10,18 @@ pub struct Table {
     /// The first are [`Daemon::Virtiofsd`]: what the others are compared with, the better one of each row.
     pub contenders: &'static [Contender],
     pub jobs: &'static [Job],
-    /// Size of the file that is worked on.
-    pub file_mib: usize,
+    /// Size of the file that is worked on, where it is measured.
+    file_mib: usize,
     /// Of fio's jobs and of `meta.py`'s, where they are measured.
     pub seconds: u32,
 }
 
 impl Table {
+    /// Size of the file that is worked on; room for what `first-touch.py` maps in any.
+    pub fn file_mib(&self, quick: bool) -> usize {
+        if quick { self.file_mib.min(256) } else { self.file_mib }
+    }
+
     /// How many contenders the others are compared with.
     pub fn peers(&self) -> usize {
         self.contenders.iter().filter(|c| matches!(c.daemon, Daemon::Virtiofsd)).count()
