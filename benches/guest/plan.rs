@@ -240,6 +240,10 @@ const BUILD: Table = Table {
 
 const BUILD_JOB: Job = Job { name: "build", title: "unpack and build 17 files", measure: Measure::Build };
 
+const WRITE_1K: Job = fio_jobs("write-1k", "write 1k, 2 jobs", "--rw=write --bs=1k --ioengine=psync", 2);
+const WRITE_4K: Job = fio_jobs("write-4k", "write 4k, 2 jobs", "--rw=write --bs=4k --ioengine=psync", 2);
+const WRITE_1M: Job = fio_jobs("write-1m", "write 1M, 2 jobs", "--rw=write --bs=1M --ioengine=psync", 2);
+
 /// From issue 5: what R1, R3 and R4 measured, and what is not reading and writing.
 const REQUEST_JOBS: &[Job] = &[
     fio("read-128k-1", "read 128k, 1 job", "--rw=read --bs=128k --ioengine=psync"),
@@ -257,9 +261,9 @@ const REQUEST_JOBS: &[Job] = &[
     // One pass: what was mapped stays in the guest's cache.
     fio("mmap-1", "mmap read 4k, 1 job", "--rw=read --bs=4k --ioengine=mmap --time_based=0 --runtime=0"),
     fio_jobs("mmap-4", "mmap read 4k, 4 jobs", "--rw=read --bs=4k --ioengine=mmap --time_based=0 --runtime=0", 4),
-    fio_jobs("write-1k", "write 1k, 2 jobs", "--rw=write --bs=1k --ioengine=psync", 2),
-    fio_jobs("write-4k", "write 4k, 2 jobs", "--rw=write --bs=4k --ioengine=psync", 2),
-    fio_jobs("write-1m", "write 1M, 2 jobs", "--rw=write --bs=1M --ioengine=psync", 2),
+    WRITE_1K,
+    WRITE_4K,
+    WRITE_1M,
     meta("create-1", "create, 1 process", "create 1"),
     meta("create-2", "create, 2 processes", "create 2"),
     meta("create-4", "create, 4 processes", "create 4"),
@@ -271,11 +275,7 @@ const REQUEST_JOBS: &[Job] = &[
     BUILD_JOB,
 ];
 
-const WRITEBACK_JOBS: &[Job] = &[
-    fio_jobs("write-1k", "write 1k, 2 jobs", "--rw=write --bs=1k --ioengine=psync", 2),
-    fio_jobs("write-4k", "write 4k, 2 jobs", "--rw=write --bs=4k --ioengine=psync", 2),
-    fio_jobs("write-1m", "write 1M, 2 jobs", "--rw=write --bs=1M --ioengine=psync", 2),
-];
+const WRITEBACK_JOBS: &[Job] = &[WRITE_1K, WRITE_4K, WRITE_1M];
 
 const POOL_0: Contender = Contender { name: "virtiofsd, pool 0", daemon_args: "--thread-pool-size=0", ..VIRTIOFSD };
 const POOL_4: Contender = Contender { name: "virtiofsd, pool 4", daemon_args: "--thread-pool-size=4", ..VIRTIOFSD };

@@ -1,7 +1,6 @@
 #!/bin/bash
-# bench.sh PLACE MIB MILLISECONDS JOB...: measures on the file that the host made in the share, or on one of MIB made here, on a tmpfs or on
-# ext4 on a RAM disk. A JOB is a name, fio, first-touch, build or meta, and
-# arguments.
+# bench.sh PLACE MIB MILLISECONDS JOB...: measures on the file that the host made in the share, or on one of MIB made here, on
+# a tmpfs or on ext4 on a RAM disk. A JOB is a name, fio, first-touch, build or meta, and arguments.
 place=$1 mib=$2 milliseconds=$3
 shift 3
 file=/mnt/b/data

@@ -9,7 +9,7 @@ case_bench() {
     mkdir "$work/bench"
     printf '%s\n' 'a line by hand' '<!-- make bench writes from here -->' 'an old row' \
         '<!-- make bench writes to here -->' 'another' >"$work/bench/benchmarks.md"
-    # Not the tables that are others in another guest.
+    # Not the tables that are others in another guest. What the first turn measured stays in the second.
     bench frontend,qemu,passthrough,build || fail "make bench --quick ended with status $?"
     bench uml || fail "make bench --quick ended with status $?"
     grep -q '^## ' "$work/bench/benchmarks.md" || fail 'benchmarks.md has no table'
