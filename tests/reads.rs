@@ -1,4 +1,4 @@
-//! Requests that wait for the host's file system: the queue goes on, and whoever stops it gets all of them.
+//! Requests that wait, for the host's file system or for others: the queue goes on, and whoever stops it gets all of them.
 
 use std::fs::File;
 use std::io::Write;
@@ -181,6 +181,16 @@ fn a_cold_read_is_told_from_a_warm_one() {
         file.read_exact_at(&mut [0; 100_000], 0).unwrap();
         assert!(matches!(read(), Reading::Done(100_000)));
     }
+}
+
+/// What nobody waits for gathers for a while, so that it costs few wake-ups.
+#[test]
+fn forgets_gather() {
+    let (daemon, _peer) = with_a_peer(Rings::none());
+    let before = Instant::now();
+    daemon.frontend.request(0, FAST, 1, b"", b"", 0).unwrap();
+    assert!(before.elapsed() >= Duration::from_millis(1));
+    daemon.end();
 }
 
 /// Who moves much data while others wait is told so, if there is somebody else to do it.
