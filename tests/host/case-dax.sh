@@ -104,7 +104,7 @@ fsx_on_shares() {
     local name pids=()
     for name in guarded fast; do
         # shellcheck disable=SC2086  # a list
-        start_window_guest "$name" "$@" --fs "$name=$work/sockets/$name" "$guest_dir/fsx.sh" $fsx_volume
+        start_window_guest "$name" "$@" --fs "$name=$work/sockets/$name" "$guest_dir/fsx.sh" ${fsx_volume[$name]}
         pids+=("$guest_pid")
     done
     for name in guarded fast; do
@@ -116,8 +116,7 @@ fsx_on_shares() {
 
 # On ext4, where the host's truncations are guarded, and the daemon's own with them; and on tmpfs, where they are not.
 case_dax_fsx() {
-    local fsx_volume
-    fsx_volume=$(pick '3000 1' '100000 1 2 3')
+    local -A fsx_volume=([guarded]=$(pick '3000 1' '100000 1 2 3') [fast]=$(pick '3000 1' '100000 1 2 3'))
     make_share guarded
     make_fast_share fast
     window_daemon guarded "$work/guarded"
