@@ -57,7 +57,7 @@ logs_are_clean() {
     # Opening the file or the limit of open files: what the host does not allow is no fault of the daemon's.
     found=$(grep -HnaE 'panicked|seccomp|SIGSYS|ERROR|\bWARN\b' "$1"/daemon*.log 2>/dev/null |
         grep -vE 'imit of open files|limit .* of open file|deprecated' || true)
-    found+=$(grep -HnaE 'BUG:|WARNING:|Oops|Call Trace|blocked for more|Kernel panic|stack segment|general protection' \
+    found+=$(grep -HnaE 'BUG:|WARNING:|Oops|Call Trace|blocked for more|Kernel panic|stack segment|general protection|\bnot ok [0-9]' \
         "$1"/console.log 2>/dev/null || true)
     [[ -z $found ]] || fail "the logs tell of trouble: $found"
 }
