@@ -12,10 +12,12 @@ window_daemon() {
 
 meet_daemon() { start_daemon "meet${1-}" "$work/meet" --cache=never; }
 
-# start_window_guest NAME BOOT-ARGUMENT...: as a job, $guest_pid, its output in $work/NAME.out. An hour without a word: 100,000
+# start_window_guest NAME BOOT-ARGUMENT...: as a job, $guest_pid, its output in $work/NAME.out. An hour without a word: 200,000
 # operations of fsx on a busy machine.
 start_window_guest() {
-    "$boot" --kind qemu --dax --idle "$(pick 150 3600)" --timeout "$(pick 600 10800)" --log-dir "$work/$1.logs" --pid-file "$work/$1.pid" --ro-dir "$guest_dir" "${@:2}" \
+    local idle=150 limit=600
+    [[ ! $SOAK$DEBUG_KERNEL ]] || idle=3600 limit=10800
+    "$boot" --kind qemu --dax --idle "$idle" --timeout "$limit" --log-dir "$work/$1.logs" --pid-file "$work/$1.pid" --ro-dir "$guest_dir" "${@:2}" \
         >"$work/$1.out" 2>&1 &
     guest_pid=$!
 }

@@ -5,7 +5,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 guest_dir=$root/tests/guest
 boot=$root/vm-images/boot
 THRUWAY_DAEMON=${THRUWAY_DAEMON:-$root/target/release/thruwayd}
-SOAK=${SOAK:-}
+SOAK=${SOAK:-} DEBUG_KERNEL=${DEBUG_KERNEL:-}
 export THRUWAY_DAEMON
 
 # On a disk, as /tmp may be a tmpfs that lacks room; open to all, for the daemon of an ordinary user.
