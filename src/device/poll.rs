@@ -20,11 +20,14 @@ pub struct Poll {
     /// When the ring was seen empty.
     since: Option<Instant>,
     looks: u32,
+    /// Others want the CPU.
+    wanted: bool,
 }
 
 impl Poll {
     /// The worker was woken. `longest`: bound of the time.
     pub fn wake(&mut self, longest: Duration) {
+        self.wanted = false;
         if let Some(idle) = self.since.take().map(|since| since.elapsed()) {
             self.time = match idle {
                 // Polling would have found it.
@@ -37,7 +40,7 @@ impl Poll {
 
     /// Whether the ring was empty for long enough.
     pub fn is_over(&self) -> bool {
-        self.time.is_zero() || self.since.is_some_and(|since| since.elapsed() >= self.time)
+        self.wanted || self.time.is_zero() || self.since.is_some_and(|since| since.elapsed() >= self.time)
     }
 
     /// There was nothing: other threads may have the CPU.
@@ -53,10 +56,11 @@ impl Poll {
         }
     }
 
-    /// Where others want the CPU, the time begins anew from nothing.
+    /// Where others want the CPU, they get it; and it is polled less the next time.
     fn offered(&mut self, took: Duration) {
         if took > TAKEN {
-            self.time = Duration::ZERO;
+            self.time /= 2;
+            self.wanted = true;
         }
     }
 
@@ -92,9 +96,11 @@ mod tests {
         poll.found();
         poll.offered(Duration::ZERO);
         assert!(!poll.is_over());
-        let mut wanted = Poll { time: longest, ..Poll::default() };
-        wanted.offered(2 * TAKEN);
-        assert!(wanted.is_over());
+        poll.offered(2 * TAKEN);
+        assert!(poll.is_over());
+        poll.rest();
+        poll.wake(longest);
+        assert!(!poll.is_over() && poll.time == longest);
         // Whatever comes now comes too late.
         (0..40).for_each(|_| {
             poll.rest();
