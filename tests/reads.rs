@@ -187,9 +187,14 @@ fn a_cold_read_is_told_from_a_warm_one() {
 #[test]
 fn forgets_gather() {
     let (daemon, _peer) = with_a_peer(Rings::none());
-    let before = Instant::now();
-    daemon.frontend.request(0, FAST, 1, b"", b"", 0).unwrap();
-    assert!(before.elapsed() >= Duration::from_millis(1));
+    let waited = |_: &usize| {
+        // The worker sleeps again by then; but for one that has just been woken, by the ring's start or on a busy machine.
+        thread::sleep(Duration::from_millis(10));
+        let before = Instant::now();
+        daemon.frontend.request(0, FAST, 1, b"", b"", 0).unwrap();
+        before.elapsed() >= Duration::from_millis(1)
+    };
+    assert!((0..20).filter(waited).count() > 10);
     daemon.end();
 }
 
