@@ -61,9 +61,10 @@ impl PassthroughFs {
         let entry = self.count(inode, file.as_fd(), flags);
         let mut handle = self.handle(inode, file);
         handle.plain = handle.host.open_is_open && self.is_plain(flags);
-        // Nothing can be dirty by this handle, no file system waits for its close, and no lock goes with it.
-        let reads = flags & libc::O_ACCMODE as u32 == libc::O_RDONLY as u32;
-        open_flags.set(OpenFlags::NOFLUSH, reads && !handle.host.flushes && !self.config.posix_lock);
+        // Nothing can be dirty by this handle, for a shared mapping that is written needs O_RDWR; no file system waits for its
+        // close, and no lock goes with it. With writeback the guest's kernel sends FLUSH all the same.
+        let unmapped = flags & libc::O_ACCMODE as u32 != libc::O_RDWR as u32;
+        open_flags.set(OpenFlags::NOFLUSH, unmapped && !handle.host.flushes && !self.config.posix_lock);
         let fh = self.handles.insert(handle).inspect_err(|_| self.uncount(inode.id))?;
         Ok(entry.map(move |entry| match entry {
             // There is no cache that the other flags could be about.

@@ -241,6 +241,20 @@ fn create_opens_what_is_there_unless_exclusive() {
 }
 
 #[test]
+fn a_close_is_told_where_it_can_mean_something() {
+    let quiet = |config, flags: i32| {
+        let s = share(config);
+        s.put("f", b"data");
+        let node = s.lookup(c"f").unwrap().nodeid;
+        let open = s.fs.open(node, &OpenIn { flags: flags as u32, open_flags: 0 }).unwrap().wait().unwrap();
+        open.open_flags & OpenFlags::NOFLUSH.bits() != 0
+    };
+    let all = [libc::O_RDONLY, libc::O_WRONLY, libc::O_WRONLY | libc::O_APPEND, libc::O_RDWR];
+    assert_eq!(all.map(|flags| quiet(Config::default(), flags)), [true, true, true, false]);
+    assert_eq!(all.map(|flags| quiet(Config { posix_lock: true, ..Default::default() }, flags)), [false; 4]);
+}
+
+#[test]
 fn special_files_are_not_opened() {
     let s = plain();
     let fifo = s.fs.mknod(ROOT_ID, c"p", libc::S_IFIFO | 0o600, 0, &me()).unwrap();
