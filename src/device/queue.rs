@@ -28,8 +28,9 @@ const FLUSH_BYTES: usize = 64 << 10;
 /// which Linux tries again when the queue was full (fs/fuse/virtio_fs.c).
 const GATHER: Duration = Duration::from_millis(1);
 
-/// How many large requests are handed over once others had to wait behind one: after these it is tried again whether they
-/// still do.
+/// How many large requests are handed over after one that is neither READ nor WRITE had to wait behind one, or would have had to:
+/// with so many in a row and nothing else between them, none waits any more. Data that waits for data does not count: Linux sends the end of a large read right after the
+/// rest of it, and another thread would have to be woken for what this one is about to do.
 const CROWD: u32 = 64;
 
 /// What one worker keeps from request to request.
@@ -43,6 +44,8 @@ pub struct Scratch {
     uring: Option<Arc<Mutex<Uring>>>,
     /// How many more large requests are not for the worker.
     crowd: u32,
+    /// The request that comes next has waited behind a large one.
+    waited: bool,
 }
 
 /// What the workers of one connection share.
@@ -71,6 +74,7 @@ impl Scratch {
             poll: Poll::default(),
             uring,
             crowd: 0,
+            waited: false,
         }
     }
 
@@ -125,7 +129,7 @@ impl<H: Handler> Workers<H> {
     }
 
     fn serve_batch(&self, ring: &Arc<Ring>, mem: &LoadedMemory, table: Table, scratch: &mut Scratch) {
-        let Scratch { work, segments, heads, used, uring, crowd, .. } = scratch;
+        let Scratch { work, segments, heads, used, uring, crowd, waited, .. } = scratch;
         let mut moved = 0;
         let mut heads = heads.drain(..);
         while let Some(head) = heads.next() {
@@ -137,14 +141,16 @@ impl<H: Handler> Workers<H> {
                 Ok(()) => self.serve(ring, head, &mut loaded, segments, uring.as_deref()),
                 Err(errno) => Some(loaded.refuse(errno)),
             };
+            let data = loaded.work.data;
             drop(loaded);
             let Some(written) = written else {
                 *crowd = crowd.saturating_sub(1);
                 continue;
             };
-            if uring.is_some() && sent + written >= FLUSH_BYTES && (heads.len() > 0 || ring.has_more(mem)) {
+            if !data && (*waited || *crowd > 0) {
                 *crowd = CROWD;
             }
+            *waited = uring.is_some() && sent + written >= FLUSH_BYTES && (heads.len() > 0 || ring.has_more(mem));
             if self.logging.load(Ordering::Acquire) {
                 chain::mark_dirty(mem, segments, written);
             }

@@ -57,6 +57,8 @@ pub struct Work {
     pub writable: IoVecs,
     /// Others wait for the worker when it moves much data: it should not.
     pub crowded: bool,
+    /// It was a READ or a WRITE, by the handler.
+    pub data: bool,
     args: Vec<u8>,
     out: Vec<u8>,
 }
@@ -152,13 +154,15 @@ impl<F: FileSystem + Send + Sync + 'static> Server<F> {
     /// Serves the request in `work`. Never panics, whatever the guest wrote.
     pub fn handle(&self, work: &mut Work) -> Outcome {
         self.fs.enter_thread();
-        let Work { readable, writable, crowded, args, out } = work;
+        let Work { readable, writable, crowded, data, args, out } = work;
+        *data = false;
         let mut reply = Reply::new(writable, out);
         let request = match Request::read(readable, args) {
             Ok(request) => request,
             Err((unique, errno)) => return reply.fail(unique, errno),
         };
         let unique = request.header.unique;
+        *data = [Opcode::Read as u32, Opcode::Write as u32].contains(&request.header.opcode);
         match self.dispatch(request, &mut reply, *crowded) {
             Ok(Done::Reply) => reply.finish(unique),
             Ok(Done::Silent) => Outcome::Silent,
