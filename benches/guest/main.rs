@@ -138,6 +138,7 @@ fn measure(options: &Options) -> Result<Results> {
         let time = std::time::Duration::from_millis(if options.quick { 100 } else { 500 });
         results.rows.insert(table.name, frontend::measure(table, rounds, time)?);
     }
+    let awake = host::keep_awake();
     for table in tables {
         let share = host::share(table, options.quick)?;
         for round in 1..=rounds {
@@ -149,6 +150,8 @@ fn measure(options: &Options) -> Result<Results> {
                 results.take(table, contender, told);
             }
         }
+        let idle = if awake.is_some() { "kept awake" } else { "halt" };
+        results.versions.entry(table.name).or_default().insert("idle CPUs".to_owned(), idle.to_owned());
     }
     Ok(results)
 }
