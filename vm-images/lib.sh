@@ -17,7 +17,7 @@ artefact() {
 
 tools_dir() { artefact tools "$here/build-tools"; }
 tree_dir() { artefact tree "$here/build-tree" "$here/build-tools" "$here/packages/tree.list" "$here/pjdfstest.toml"; }
-uml_smp_dir() { artefact uml-smp "$here/build-uml-smp" "$here/linux-source.sh" "$here/uml-smp.config" "${guest_patches[@]}"; }
+uml_smp_dir() { artefact uml-smp "$here/build-uml-smp" "$here/linux-source.sh" "$here/uml-smp.config" "$here/uml-idle.patch" "${guest_patches[@]}"; }
 old_kernel_dir() { artefact old-kernel "$here/build-old-kernel"; }
 
 # For every kernel that is built here.

@@ -46,12 +46,12 @@ fn output(program: &str, arguments: &[&str]) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).trim_end().to_owned())
 }
 
-/// The kernel that some tables' guests boot, built where it is not.
-pub fn build_guest_kernel() -> Result<()> {
-    let done = Command::new(root().join("guest-kernel/build")).status();
-    match done.map_err(|e| format!("cannot run guest-kernel/build: {e}"))?.success() {
+/// Runs a script of this repository that builds what some tables' guests boot, where it is not there yet.
+pub fn build(script: &str, parts: &[&str]) -> Result<()> {
+    let done = Command::new(root().join(script)).args(parts).status();
+    match done.map_err(|e| format!("cannot run {script}: {e}"))?.success() {
         true => Ok(()),
-        false => Err("guest-kernel/build failed".into()),
+        false => Err(format!("{script} failed")),
     }
 }
 

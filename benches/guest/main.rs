@@ -120,8 +120,12 @@ fn run(options: &Options) -> Result<()> {
 
 fn measure(options: &Options) -> Result<Results> {
     let tables: Vec<&Table> = TABLES.iter().filter(|table| options.wants(table.name)).collect();
-    if tables.iter().any(|table| table.boot.contains(&plan::GUEST_KERNEL)) {
-        host::build_guest_kernel()?;
+    let boots = |what| tables.iter().any(|table| table.boot.contains(&what));
+    if boots(plan::GUEST_KERNEL) {
+        host::build("guest-kernel/build", &[])?;
+    }
+    if boots(plan::UML) {
+        host::build("vm-images/setup.sh", &[plan::UML])?;
     }
     let rounds = options.rounds();
     let mut results = Results {
