@@ -17,11 +17,13 @@ artefact() {
 
 tools_dir() { artefact tools "$here/build-tools"; }
 tree_dir() { artefact tree "$here/build-tree" "$here/build-tools" "$here/packages/tree.list" "$here/pjdfstest.toml"; }
-uml_smp_dir() { artefact uml-smp "$here/build-uml-smp" "$here/linux-source.sh" "$here/uml-smp.config" "$here/uml-idle.patch" "${guest_patches[@]}"; }
+uml_smp_dir() { artefact uml-smp "$here/build-uml-smp" "$here/linux-source.sh" "$here/uml-smp.config" "${uml_patches[@]}" "${guest_patches[@]}"; }
 old_kernel_dir() { artefact old-kernel "$here/build-old-kernel"; }
 
 # For every kernel that is built here.
 guest_patches=("$here"/../guest-kernel/patches/*.patch)
+# What else UML needs.
+uml_patches=("$here"/uml-patches/*.patch)
 
 package_list() { grep -vE '^(#|$)' "$here/packages/$1.list"; }
 

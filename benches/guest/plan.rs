@@ -286,7 +286,7 @@ const POOL_4: Contender = Contender { name: "virtiofsd, pool 4", daemon_args: "-
 const UML_JOBS: Table = Table {
     name: "uml",
     title: "User-Mode Linux guest with one CPU",
-    // Debian's own sleeps over the interrupt of a device that answers at once (vm-images/uml-idle.patch).
+    // Debian's own sleeps over the interrupt of a device that answers at once (vm-images/uml-patches).
     boot: &["--kind", UML, "--cpus", "1"],
     file_mib: 256,
     seconds: SECONDS_OF_MANY,
