@@ -28,9 +28,10 @@ const FLUSH_BYTES: usize = 64 << 10;
 /// which Linux tries again when the queue was full (fs/fuse/virtio_fs.c).
 const GATHER: Duration = Duration::from_millis(1);
 
-/// How many large requests are handed over after one that is neither READ nor WRITE had to wait behind one, or would have had to:
-/// with so many in a row and nothing else between them, none waits any more. Data that waits for data does not count: Linux sends the end of a large read right after the
-/// rest of it, and another thread would have to be woken for what this one is about to do.
+/// How many large requests are handed over after one that is neither READ nor WRITE had to wait behind one, or would have had
+/// to: with so many in a row and nothing else between them, none waits any more. Data that waits for data does not count: Linux
+/// sends the end of a large read right after the rest of it, and another thread would have to be woken for what this one is
+/// about to do.
 const CROWD: u32 = 64;
 
 /// What one worker keeps from request to request.
