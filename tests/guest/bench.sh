@@ -28,11 +28,9 @@ for job; do
         command=(fio --name="$name" --filename="$file" --size="$(stat -c %s "$file")" --time_based --runtime="${milliseconds}ms"
             --output-format=json --output=/tmp/result)
     fi
-    # The file is there, the guest's memory of it is not, and what is free is in one piece: no job gains or loses by the one
-    # before. User-Mode Linux cannot compact.
+    # The file is there, the guest's memory of it is not: no job profits from the one before.
     sync
     echo 3 >/proc/sys/vm/drop_caches
-    [[ ! -e /proc/sys/vm/compact_memory ]] || echo 1 >/proc/sys/vm/compact_memory
     echo "begin $name"
     # shellcheck disable=SC2086  # the job's own words
     if ! "${command[@]}" $arguments >/tmp/log 2>&1; then
