@@ -30,6 +30,8 @@ use vm_memory::{ByteValued, Bytes, FileOffset, GuestAddress, GuestMemoryBackend,
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
+use crate::device::offer_cpu;
+
 pub use window::{BASE as WINDOW_BASE, Mapped, Window};
 
 /// Where guest memory starts: not at 0, so that there is an address below it that a test can abuse.
@@ -59,11 +61,14 @@ pub struct Options {
     pub event_idx: bool,
     /// Put the descriptors of each request into an indirect table.
     pub indirect: bool,
+    /// How long to poll for a notification before sleeping.
+    pub halt_poll: Duration,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { queues: 2, queue_size: 128, mem_size: 16 << 20, event_idx: true, indirect: true }
+        let halt_poll = Duration::ZERO;
+        Self { queues: 2, queue_size: 128, mem_size: 16 << 20, event_idx: true, indirect: true, halt_poll }
     }
 }
 
@@ -389,7 +394,9 @@ impl Frontend {
             if left.is_zero() {
                 return Err(io::Error::from_raw_os_error(libc::ETIMEDOUT));
             }
-            q.sleep(left)?;
+            if !q.poll(self.options.halt_poll.min(left)) {
+                q.sleep(left)?;
+            }
         }
     }
 }
@@ -437,6 +444,21 @@ impl Queue {
         let (kick, call, epoll) = (EventFd::new(EFD_NONBLOCK)?, EventFd::new(EFD_NONBLOCK)?, Epoll::new()?);
         epoll.ctl(ControlOperation::Add, call.as_raw_fd(), EpollEvent::new(EventSet::IN, 0))?;
         Ok(Self { layout, kick, call, epoll, driver: Mutex::new(Driver::new(&layout)) })
+    }
+
+    /// Looks for a notification as KVM does when a vCPU has halted (kvm_vcpu_halt() in virt/kvm/kvm_main.c): for `time`, or until
+    /// another thread wants the CPU. True if there was one.
+    fn poll(&self, time: Duration) -> bool {
+        let start = Instant::now();
+        while start.elapsed() < time {
+            if self.call.read().is_ok() {
+                return true;
+            }
+            if offer_cpu() {
+                return false;
+            }
+        }
+        false
     }
 
     fn sleep(&self, timeout: Duration) -> io::Result<()> {
@@ -689,6 +711,27 @@ impl Heap {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_halted_cpu_polls_before_it_sleeps() {
+        let queue = Queue::new(&Options::default(), 1).unwrap();
+        // One try in many will have the CPU to itself.
+        let polled = (0..200).any(|_| {
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    std::thread::sleep(Duration::from_micros(100));
+                    queue.call.write(1).unwrap();
+                });
+                let found = queue.poll(Duration::from_secs(1));
+                if !found {
+                    queue.sleep(Duration::from_secs(20)).unwrap();
+                }
+                found
+            })
+        });
+        assert!(polled);
+        assert!(!queue.poll(Duration::ZERO) && !queue.poll(Duration::from_micros(1)));
+    }
 
     #[test]
     fn the_heap_merges_what_is_freed() {

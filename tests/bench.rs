@@ -35,8 +35,9 @@ fn every_workload_runs() {
 
 #[test]
 fn two_daemons_are_compared() {
-    let arguments = ["--seconds", "0.05", "--rounds", "2", "--depth", "8", "--workload", "getattr-beside-write"];
-    let output = bench(&[&arguments[..], &["--compare", DAEMON, DAEMON]].concat());
+    let arguments = ["--seconds", "0.05", "--rounds", "2", "--depth", "8", "--halt-poll-us", "200"];
+    let output =
+        bench(&[&arguments[..], &["--workload", "getattr-beside-write", "--compare", DAEMON, DAEMON]].concat());
     assert!(output.status.success(), "{}", text(&output.stderr));
     let table = text(&output.stdout);
     assert!(table.contains("| getattr-beside-write, depth 8 |"), "{table}");

@@ -17,6 +17,8 @@ pub struct Table {
     pub name: &'static str,
     pub title: &'static str,
     arguments: &'static str,
+    /// How long the frontend polls before it sleeps.
+    halt_poll: Duration,
     rows: &'static [Wanted],
 }
 
@@ -67,12 +69,22 @@ pub const TABLES: &[Table] = &[
         name: "frontend",
         title: "Without a guest, sandbox none",
         arguments: "--sandbox none --seccomp none",
+        halt_poll: Duration::ZERO,
         rows: ROWS,
     },
     Table {
         name: "frontend-default",
         title: "Without a guest, sandbox and seccomp as by default",
         arguments: "",
+        halt_poll: Duration::ZERO,
+        rows: ROWS,
+    },
+    Table {
+        name: "frontend-kvm",
+        title: "Without a guest, CPUs that halt as with KVM, sandbox none",
+        arguments: "--sandbox none --seccomp none",
+        // KVM_HALT_POLL_NS_DEFAULT (arch/x86/include/asm/kvm_host.h)
+        halt_poll: Duration::from_micros(200),
         rows: ROWS,
     },
 ];
@@ -84,7 +96,7 @@ pub fn measure(table: &Table, rounds: u32, time: Duration) -> Result<Vec<Row>> {
     let open = |contender: &&str| {
         let command = contender.replace("virtiofsd", &virtiofsd).replace("thruwayd", &host::thruwayd());
         let fixed = "--socket-path {socket} --shared-dir {share} --log-level error";
-        Session::open(Daemon::start(&format!("{command} {fixed} {}", table.arguments))?, 1, deepest)
+        Session::open(Daemon::start(&format!("{command} {fixed} {}", table.arguments))?, 1, deepest, table.halt_poll)
     };
     let mut sessions = CONTENDERS.iter().map(open).collect::<Result<Vec<_>>>()?;
     let mut rows = Vec::new();

@@ -114,7 +114,9 @@ To repeat it, as root on a machine that does nothing else: `make bench`, or `mak
 
 - *Without a guest*, a frontend in one process with `thruway-bench` plays it: one queue, so many operations at a time as the
   depth says. virtiofsd has its turns with a thread pool of 0 and of 4, and the better one counts. A ratio of ops/s is above 1
-  where thruwayd is better, those of CPU time per request and of the 99th percentile are below 1.
+  where thruwayd is better, those of CPU time per request and of the 99th percentile are below 1. The frontend sleeps as soon
+  as it has nothing to do, so that each reply must wake a CPU, or polls for 200 µs before, as KVM does for a vCPU by default
+  (halt_poll_ns).
 
 A guest under emulation (accelerator: tcg) bounds what is to be seen: fio itself needs 12 to 15 µs there for a 4k call, so
 that little but mmap can be above 80,000 IOPS, and the guest's part of a request weighs more than on a real CPU. Expect other

@@ -75,16 +75,18 @@ pub struct Session {
 }
 
 impl Session {
-    /// Connects to a daemon, opens a FUSE session as Linux does, and prepares for up to `depth` operations at a time.
+    /// Connects to a daemon, opens a FUSE session as Linux does, and prepares for up to `depth` operations at a time. The guest's
+    /// CPUs poll for `halt_poll` before they sleep.
     ///
     /// # Errors
     /// What is wrong, in one line.
-    pub fn open(daemon: Daemon, queues: usize, depth: usize) -> Result<Self> {
+    pub fn open(daemon: Daemon, queues: usize, depth: usize, halt_poll: Duration) -> Result<Self> {
         let share = (depth * slots::SLOT_SIZE + SLACK).next_multiple_of(2 << 20);
         let options = Options {
             queues: queues + 1,
             queue_size: QUEUE_SIZE,
             mem_size: share * (queues + 1),
+            halt_poll,
             ..Options::default()
         };
         let failed = |e| format!("{}: cannot connect: {e}", daemon.socket().display());

@@ -47,6 +47,7 @@ use shmem::Channel;
 use state::Transfer;
 
 pub use config::TAG_LEN;
+pub(crate) use poll::offer_cpu;
 pub use uring::Rings;
 
 /// One memory table of the guest.

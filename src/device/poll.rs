@@ -14,6 +14,13 @@ const LOOKS: u32 = 4;
 /// An offer that took longer than this was taken: two switches of threads and some work, where one that nobody wants takes 1 µs.
 const TAKEN: Duration = Duration::from_micros(5);
 
+/// Offers the CPU to other threads. True if one took it.
+pub fn offer_cpu() -> bool {
+    let offered = Instant::now();
+    std::thread::yield_now();
+    offered.elapsed() > TAKEN
+}
+
 /// The state of one worker. The time adapts as KVM's halt polling does (virt/kvm/kvm_main.c): requests that come
 /// soon after the worker has gone to sleep lengthen it, long silence shortens it.
 #[derive(Default)]
@@ -51,17 +58,15 @@ impl Poll {
         self.since.get_or_insert_with(Instant::now);
         self.looks += 1;
         if self.looks % LOOKS == 0 {
-            let offered = Instant::now();
-            std::thread::yield_now();
-            self.offered(offered.elapsed());
+            self.offered(offer_cpu());
         } else {
             (0..PAUSES).for_each(|_| std::hint::spin_loop());
         }
     }
 
     /// Where others want the CPU, they get it; and it is polled less the next time.
-    fn offered(&mut self, took: Duration) {
-        if took > TAKEN {
+    fn offered(&mut self, taken: bool) {
+        if taken {
             self.time /= 2;
             self.wanted = true;
         }
@@ -97,9 +102,9 @@ mod tests {
         });
         assert_eq!(poll.time, longest);
         poll.found();
-        poll.offered(Duration::ZERO);
+        poll.offered(false);
         assert!(!poll.is_over());
-        poll.offered(2 * TAKEN);
+        poll.offered(true);
         assert!(poll.is_over());
         poll.rest();
         poll.wake(longest);
