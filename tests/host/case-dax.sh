@@ -118,7 +118,9 @@ fsx_on_shares() {
 
 # On ext4, where the host's truncations are guarded, and the daemon's own with them; and on tmpfs, where they are not.
 case_dax_fsx() {
-    local -A fsx_volume=([guarded]=$(pick '3000 1' '100000 1 2 3') [fast]=$(pick '3000 1' '100000 1 2 3'))
+    local volume
+    volume=$(pick '3000 1' '100000 1 2 3')
+    local -A fsx_volume=([guarded]=$volume [fast]=$volume)
     make_share guarded
     make_fast_share fast
     window_daemon guarded "$work/guarded"

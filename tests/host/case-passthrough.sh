@@ -156,9 +156,8 @@ case_passthrough_no_window() {
 }
 
 case_passthrough_stock_guest() {
-    passthrough
     functional_boot=(--dax)
-    functional qemu "${window_options[@]}"
+    functional qemu --passthrough-window=256M,required --passthrough-min-size=0
 }
 
 # old_guest [--dax]: by the older, stock kernel of Debian trixie.
