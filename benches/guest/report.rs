@@ -104,8 +104,7 @@ To repeat it, as root on a machine that does nothing else: `make bench`, or `mak
   of the file of its own. *create* and what follows it is `meta.py` with a directory for each process.
 - What the guest's caches have of the share is dropped before each job, the host's cache is not. What a job itself brings into the
   guest's cache stays as it does for users; fio drops it when it begins the file anew, except what it has mapped. Programs stay
-  in the guest's cache: QEMU's TCG watches pages whose code it has translated, and each store to one that is used for data
-  later is slow until that code is gone.
+  in the guest's cache: under QEMU's TCG a job that gets pages which had held them stalls, up to 0.6 s in a read of 1 MiB.
 - *first touch* reads a byte in each of 96 ranges of 2 MiB by mmap and takes the median of the last 32: with a DAX window a
   SETUPMAPPING with 64 to 95 live mappings and the page fault, without one a read with its readahead. SETUPMAPPING
   itself is measured in the daemon, until the mapping is in the guest's memory.

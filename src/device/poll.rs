@@ -18,7 +18,11 @@ const TAKEN: Duration = Duration::from_micros(5);
 pub fn offer_cpu() -> bool {
     let offered = Instant::now();
     std::thread::yield_now();
-    offered.elapsed() > TAKEN
+    was_taken(offered.elapsed())
+}
+
+fn was_taken(took: Duration) -> bool {
+    took > TAKEN
 }
 
 /// The state of one worker. The time adapts as KVM's halt polling does (virt/kvm/kvm_main.c): requests that come
@@ -58,18 +62,18 @@ impl Poll {
         self.since.get_or_insert_with(Instant::now);
         self.looks += 1;
         if self.looks % LOOKS == 0 {
-            self.offered(offer_cpu());
+            if offer_cpu() {
+                self.give_way();
+            }
         } else {
             (0..PAUSES).for_each(|_| std::hint::spin_loop());
         }
     }
 
     /// Where others want the CPU, they get it; and it is polled less the next time.
-    fn offered(&mut self, taken: bool) {
-        if taken {
-            self.time /= 2;
-            self.wanted = true;
-        }
+    fn give_way(&mut self) {
+        self.time /= 2;
+        self.wanted = true;
     }
 
     /// There was something.
@@ -102,9 +106,10 @@ mod tests {
         });
         assert_eq!(poll.time, longest);
         poll.found();
-        poll.offered(false);
+        assert!(!was_taken(Duration::ZERO));
         assert!(!poll.is_over());
-        poll.offered(true);
+        assert!(was_taken(2 * TAKEN));
+        poll.give_way();
         assert!(poll.is_over());
         poll.rest();
         poll.wake(longest);

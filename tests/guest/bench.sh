@@ -28,8 +28,8 @@ for job; do
         command=(fio --name="$name" --filename="$file" --size="$(stat -c %s "$file")" --time_based --runtime="${milliseconds}ms"
             --output-format=json --output=/tmp/result)
     fi
-    # The file is there, the guest's memory of it is not: no job profits from the one before. Programs stay in memory: where their pages
-    # are used for data TCG is slow until it has no more code from there, up to 0.6 s in a read of 1 MiB.
+    # The file is there, the guest's memory of it is not: no job profits from the one before. FUSE's inodes go with their names, with all
+    # their pages; ext4's stay. Programs stay in memory: pages that had held them stall a job under TCG.
     sync
     dd of="$file" oflag=nocache conv=notrunc count=0 status=none
     echo 2 >/proc/sys/vm/drop_caches
