@@ -394,7 +394,7 @@ impl Frontend {
             if left.is_zero() {
                 return Err(io::Error::from_raw_os_error(libc::ETIMEDOUT));
             }
-            if !q.poll(self.options.halt_poll.min(left)) {
+            if !q.poll(self.options.halt_poll.min(left), offer_cpu) {
                 q.sleep(left)?;
             }
         }
@@ -447,14 +447,14 @@ impl Queue {
     }
 
     /// Looks for a notification as KVM does when a vCPU has halted (kvm_vcpu_halt() in virt/kvm/kvm_main.c): for `time`, or until
-    /// another thread wants the CPU. True if there was one.
-    fn poll(&self, time: Duration) -> bool {
+    /// another thread wants the CPU, which `offer` tells. True if there was one.
+    fn poll(&self, time: Duration, offer: impl Fn() -> bool) -> bool {
         let start = Instant::now();
         while start.elapsed() < time {
             if self.call.read().is_ok() {
                 return true;
             }
-            if offer_cpu() {
+            if offer() {
                 return false;
             }
         }
@@ -715,22 +715,28 @@ mod tests {
     #[test]
     fn a_halted_cpu_polls_before_it_sleeps() {
         let queue = Queue::new(&Options::default(), 1).unwrap();
-        // One try in many will have the CPU to itself.
-        let polled = (0..200).any(|_| {
-            std::thread::scope(|scope| {
-                scope.spawn(|| {
-                    std::thread::sleep(Duration::from_micros(100));
-                    queue.call.write(1).unwrap();
-                });
-                let found = queue.poll(Duration::from_secs(1));
-                if !found {
-                    queue.sleep(Duration::from_secs(20)).unwrap();
-                }
-                found
-            })
-        });
-        assert!(polled);
-        assert!(!queue.poll(Duration::ZERO) && !queue.poll(Duration::from_micros(1)));
+        let notify = || queue.call.write(1).unwrap();
+        // Longer than any test runs: what ends it is never the time.
+        let long = Duration::from_secs(3600);
+        // It is seen while nobody wants the CPU, and left to sleep() where someone does or there is no time.
+        let offers = std::cell::Cell::new(0);
+        let third_look = || {
+            offers.set(offers.get() + 1);
+            if offers.get() == 2 {
+                notify();
+            }
+            false
+        };
+        assert!(queue.poll(long, third_look));
+        assert_eq!(offers.get(), 2);
+        let taken = || {
+            notify();
+            true
+        };
+        assert!(!queue.poll(long, taken));
+        assert!(!queue.poll(Duration::ZERO, || unreachable!()));
+        queue.sleep(Duration::from_secs(20)).unwrap();
+        assert!(queue.call.read().is_err());
     }
 
     #[test]
