@@ -142,8 +142,8 @@ fn measure(options: &Options) -> Result<Results> {
         let time = std::time::Duration::from_millis(if options.quick { 100 } else { 500 });
         results.rows.insert(table.name, frontend::measure(table, rounds, time)?);
     }
-    let awake = host::keep_awake();
     for table in tables {
+        let awake = table.awake.then(host::keep_awake).flatten();
         let share = host::share(table, options.quick)?;
         for round in 1..=rounds {
             for contender in turns(table, round) {

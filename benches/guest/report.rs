@@ -109,8 +109,9 @@ To repeat it, as root on a machine that does nothing else: `make bench`, or `mak
   SETUPMAPPING with 64 to 95 live mappings and the page fault, without one a read with its readahead. SETUPMAPPING
   itself is measured in the daemon, until the mapping is in the guest's memory.
 
-- *Idle CPUs kept awake*: while guests were measured the host's CPUs did not halt when idle (`/dev/cpu_dma_latency`). To wake a
+- *Idle CPUs kept awake*: where a table says so, the host's CPUs did not halt when idle (`/dev/cpu_dma_latency`). To wake a
   halted one takes a virtual machine 40 µs and more, as its own host pleases, which was most of a request and of the noise.
+  Where contenders do without messages, that is a part of what they save, and the CPUs halt as they do.
 
 - *Without a guest*, a frontend in one process with `thruway-bench` plays it: one queue, so many operations at a time as the
   depth says. virtiofsd has its turns with a thread pool of 0 and of 4, and the better one counts. A ratio of ops/s is above 1
