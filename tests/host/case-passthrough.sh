@@ -2,10 +2,13 @@
 # Window passthrough: files that a guest with the patches of guest-kernel/ reads, writes and maps in place, in QEMU.
 
 # Whatever its size, a file is passed through, unless a case says otherwise. 256M: its slots and the table.
+passthrough_options=(--passthrough-window=256M,required --passthrough-min-size=0)
+
+# The guest with the patches.
 passthrough() {
     # shellcheck disable=SC2086  # one word or none
     "$root/guest-kernel/build" x86_64 ${DEBUG_KERNEL:+debug}
-    window_options=(--passthrough-window=256M,required --passthrough-min-size=0)
+    window_options=("${passthrough_options[@]}")
     window_boot=(--kernel "$root/target/guest-kernel${DEBUG_KERNEL:+-debug}/bzImage")
     # KASAN's shadow is an eighth of the memory; KUnit's results are of this level. An interrupt in identify_cpu(), which forgets the
     # CPU's features for a moment, would have KASAN take addresses of five levels for wild ones.
@@ -157,7 +160,7 @@ case_passthrough_no_window() {
 
 case_passthrough_stock_guest() {
     functional_boot=(--dax)
-    functional qemu --passthrough-window=256M,required --passthrough-min-size=0
+    functional qemu "${passthrough_options[@]}"
 }
 
 # old_guest [--dax]: by the older, stock kernel of Debian trixie.
@@ -165,7 +168,7 @@ old_guest() {
     "$root/vm-images/build-old-kernel"
     # The level at which the kernel says which it is.
     functional_boot=("$@" --kernel "$(. "$root/vm-images/lib.sh" && old_kernel_dir)/vmlinuz" --kernel-args loglevel=6)
-    functional qemu --passthrough-window=256M,required --passthrough-min-size=0
+    functional qemu "${passthrough_options[@]}"
     grep -q 'Linux version 6\.12\.' "$work/functional.logs/console.log" || fail 'the guest did not boot Linux 6.12'
 }
 
