@@ -720,22 +720,23 @@ mod tests {
         let long = Duration::from_secs(3600);
         // It is seen while nobody wants the CPU, and left to sleep() where someone does or there is no time.
         let offers = std::cell::Cell::new(0);
-        let third_look = || {
+        let not_taken = || {
             offers.set(offers.get() + 1);
             if offers.get() == 2 {
                 notify();
             }
             false
         };
-        assert!(queue.poll(long, third_look));
+        assert!(queue.poll(long, not_taken));
         assert_eq!(offers.get(), 2);
+        assert!(!queue.poll(Duration::from_micros(1), || false));
         let taken = || {
             notify();
             true
         };
         assert!(!queue.poll(long, taken));
         assert!(!queue.poll(Duration::ZERO, || unreachable!()));
-        queue.sleep(Duration::from_secs(20)).unwrap();
+        queue.sleep(REQUEST_TIMEOUT).unwrap();
         assert!(queue.call.read().is_err());
     }
 
