@@ -229,6 +229,7 @@ const BUILD: Table = Table {
     boot: &["--kind", "qemu", "--mem", "1024", "--kernel", GUEST_KERNEL],
     file_mib: 1,
     seconds: SECONDS,
+    // All but tmpfs send about as many messages here.
     awake: true,
     contenders: &[
         VIRTIOFSD,
