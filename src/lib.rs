@@ -9,5 +9,6 @@ pub mod device;
 pub mod frontend;
 pub mod fs;
 pub mod fuse;
+pub mod limits;
 pub mod sandbox;
 pub mod window;
