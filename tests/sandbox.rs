@@ -179,6 +179,32 @@ fn namespace_as_root() {
     assert!(!is_mounted_here());
 }
 
+/// A daemon's threads share their memory, so whoever runs code in one of them runs it in all.
+#[test]
+fn every_thread_has_the_same_few_capabilities() {
+    if !needs_root() {
+        return;
+    }
+    for args in [&[][..], &["--dax-window", "64M", "--passthrough-window", "64M"]] {
+        let daemon = Daemon::start(false, args);
+        // The window process is the other child.
+        let children = fs::read_to_string(format!("/proc/{0}/task/{0}/children", daemon.child.id())).unwrap();
+        let server = children.split_whitespace().last().unwrap();
+        let mut threads = 0;
+        for thread in fs::read_dir(format!("/proc/{server}/task")).unwrap() {
+            let path = thread.unwrap().path();
+            let status = fs::read_to_string(path.join("status")).unwrap();
+            for (set, want) in [("CapEff", KEPT | DAC_READ_SEARCH), ("CapPrm", KEPT | DAC_READ_SEARCH), ("CapBnd", 0)] {
+                let line = status.lines().find(|line| line.starts_with(set)).unwrap();
+                let name = fs::read_to_string(path.join("comm")).unwrap();
+                assert_eq!(line, format!("{set}:\t{want:016x}"), "{args:?}: {name}");
+            }
+            threads += 1;
+        }
+        assert!(threads > 1, "{args:?}");
+    }
+}
+
 #[test]
 fn namespace_as_user() {
     if !needs_user_namespaces() {

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use thruway::cli::{self, Options, Stop, listen, metrics};
 use thruway::device;
-use thruway::fs::{FileHandles, PassthroughFs};
+use thruway::fs::{self, FileHandles, PassthroughFs};
 use thruway::fuse::Server;
 use thruway::sandbox::{self, Entered, Sandbox, caps, limits, seccomp};
 use thruway::window::Window;
@@ -53,8 +53,12 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     let proxy = start_proxy(options)?;
     sandbox.helper = proxy.as_ref().map(Proxy::pid);
     let (entered, (listener, asked, proxy)) = sandbox::enter(&sandbox, (listener, asked, proxy))?;
+    let config = options.fs_config()?;
+    // Before any thread starts: each thread has capabilities of its own.
+    let opens_handles = config.inode_file_handles != FileHandles::Never || config.migration.trust_handles;
+    caps::limit(&options.modcaps.clone().unwrap_or_default(), opens_handles)?;
     let window = start_window(options, proxy)?;
-    let fs = start_fs(options, entered)?.with_window(window.clone());
+    let fs = start_fs(config, entered)?.with_window(window.clone());
     let server = Server::new(fs);
     let _pid_file = match asked {
         Some(bound) => {
@@ -120,11 +124,8 @@ fn start_window(options: &Options, proxy: Option<Proxy>) -> Result<Option<Arc<Wi
     Ok(Some(Window::new(options.dax_window.size, options.passthrough(), Arc::new(proxy))?))
 }
 
-fn start_fs(options: &Options, entered: Entered) -> Result<PassthroughFs, Box<dyn Error>> {
-    let config = options.fs_config()?;
+fn start_fs(config: fs::Config, entered: Entered) -> Result<PassthroughFs, Box<dyn Error>> {
     let handles = config.inode_file_handles;
-    let opens_handles = handles != FileHandles::Never || config.migration.trust_handles;
-    caps::limit(&options.modcaps.clone().unwrap_or_default(), opens_handles)?;
     PassthroughFs::new(entered.root, entered.proc_self_fd, config).map_err(|e| match handles {
         FileHandles::Mandatory => {
             format!("no file handles for this share: {e}: use --inode-file-handles=prefer, or run as root").into()
