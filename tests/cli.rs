@@ -10,7 +10,11 @@ use std::process::{Child, Command, Output, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use rustix::fs::{OFlags, fcntl_setfl};
 use rustix::io::{FdFlags, fcntl_setfd};
+use thruway::frontend::{Frontend, Options};
+use thruway::fuse::abi::{InitInCompat, KERNEL_VERSION, Opcode};
+use zerocopy::IntoBytes;
 
 fn daemon() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_thruwayd"));
@@ -219,4 +223,47 @@ fn the_log_says_where_it_listens_and_what_is_deprecated() {
     let text = fs::read_to_string(log).unwrap();
     assert!(text.contains(&format!("waiting for a vhost-user frontend on {}", socket.display())), "{text}");
     assert!(text.contains("--socket is deprecated") && text.contains("-f has no effect"), "{text}");
+}
+
+/// A guest that floods the log, whose reader does not read, is served all the same; and no message is lost uncounted.
+#[test]
+fn a_flood_of_messages_holds_up_nothing() {
+    const FLOOD: u64 = 1000;
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("socket");
+    let (mut log, mut full) = std::io::pipe().unwrap();
+    let mut command = daemon();
+    command.arg("--shared-dir").arg(dir.path()).arg("--socket-path").arg(&socket).args(["--sandbox", "none"]);
+    let mut child = Running(command.stderr(full.try_clone().unwrap()).spawn().unwrap());
+    drop(command);
+    // The log's first line comes when the daemon has started.
+    let mut first = [0; 1];
+    log.read_exact(&mut first).unwrap();
+    let end = Instant::now() + Duration::from_secs(10);
+    let frontend = loop {
+        match Frontend::connect(&socket, Options::default()) {
+            Ok(frontend) => break frontend,
+            Err(e) if Instant::now() > end => panic!("{e}"),
+            Err(_) => sleep(Duration::from_millis(10)),
+        }
+    };
+    fcntl_setfl(&full, OFlags::NONBLOCK).unwrap();
+    while full.write(&[b'\n'; 4096]).is_ok() {}
+    while full.write(b"\n").is_ok() {}
+    fcntl_setfl(&full, OFlags::empty()).unwrap();
+    drop(full);
+    let init = InitInCompat { major: KERNEL_VERSION, minor: 5, ..Default::default() };
+    for _ in 0..FLOOD {
+        let reply = frontend.request(1, Opcode::Init as u32, 0, init.as_bytes(), &[], 64);
+        assert_eq!(reply, Err(libc::EPROTO));
+    }
+    drop(frontend);
+    let mut text = String::new();
+    log.read_to_string(&mut text).unwrap();
+    assert_eq!(child.wait(), Some(0));
+    let told = text.lines().filter(|line| line.contains("the guest speaks FUSE")).count() as u64;
+    let count = |line: &str| line.strip_prefix("thruwayd: ")?.split_once(" more messages")?.0.parse::<u64>().ok();
+    let left_out: u64 = text.lines().filter_map(count).sum();
+    assert_eq!(told + left_out, FLOOD, "{text}");
+    assert!(told < FLOOD, "{text}");
 }

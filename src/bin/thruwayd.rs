@@ -28,7 +28,9 @@ fn main() -> ExitCode {
         println!("{}", cli::capabilities());
         return ExitCode::SUCCESS;
     }
-    run(&options).map_or_else(|error| fail(error.as_ref()), |()| ExitCode::SUCCESS)
+    let end = run(&options);
+    cli::log::flush();
+    end.map_or_else(|error| fail(error.as_ref()), |()| ExitCode::SUCCESS)
 }
 
 fn fail(error: &dyn Error) -> ExitCode {
@@ -57,6 +59,7 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     // Before any thread starts: each thread has capabilities of its own.
     let opens_handles = config.inode_file_handles != FileHandles::Never || config.migration.trust_handles;
     caps::limit(&options.modcaps.clone().unwrap_or_default(), opens_handles)?;
+    cli::log::detach()?;
     let window = start_window(options, proxy)?;
     let fs = start_fs(config, entered)?.with_window(window.clone());
     let server = Server::new(fs);
