@@ -11,6 +11,7 @@ use rustix::fs::{
 use rustix::io::Errno;
 
 use super::PassthroughFs;
+use super::idmap::{BadId, NO_ID};
 use super::inode::{FdPath, Inode, stat};
 use super::{cred, sys};
 use crate::fuse::abi::*;
@@ -165,6 +166,9 @@ impl Attrs for PassthroughFs {
 
     /// The guest's kernel checks permissions by itself (default_permissions); this serves whoever asks all the same.
     fn access(&self, node: u64, uid: u32, gid: u32, mask: u32) -> Result<()> {
+        if uid == NO_ID || gid == NO_ID {
+            return Err(Errno::INVAL);
+        }
         let st = self.inodes.get(node)?.with_fd(&self.places, |fd| stat(fd, c""))?;
         let attr = self.attr(&st);
         let want = mask & 0o7;
@@ -210,11 +214,18 @@ impl PassthroughFs {
     }
 
     pub(super) fn host_uid(&self, uid: u32) -> Result<u32> {
-        self.config.uid_map.to_host(uid).map_err(|_| Errno::PERM)
+        self.config.uid_map.to_host(uid).map_err(errno)
     }
 
     pub(super) fn host_gid(&self, gid: u32) -> Result<u32> {
-        self.config.gid_map.to_host(gid).map_err(|_| Errno::PERM)
+        self.config.gid_map.to_host(gid).map_err(errno)
+    }
+}
+
+fn errno(bad: BadId) -> Errno {
+    match bad {
+        BadId::Forbidden(_) => Errno::PERM,
+        BadId::None => Errno::INVAL,
     }
 }
 

@@ -4,13 +4,17 @@ use std::str::FromStr;
 
 use thiserror::Error;
 
-/// The id that chown(2) reads as "leave it"; no range may hold it, so it is never translated.
-const NO_ID: u32 = u32::MAX;
+/// It is no user and no group: chown(2) and setresuid(2) read it as "leave the id as it is". No range may hold it.
+pub const NO_ID: u32 = u32::MAX;
 
-/// The guest may not use this id (`forbid-guest`).
+/// Why the guest may not act as an id, or give a file to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
-#[error("the guest may not use id {0}")]
-pub struct ForbiddenId(pub u32);
+pub enum BadId {
+    #[error("the guest may not use id {0}")]
+    Forbidden(u32),
+    #[error("{NO_ID} is no id")]
+    None,
+}
 
 /// What is wrong with a translation rule, in one line.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -79,10 +83,14 @@ impl IdMap {
     /// The host's id for the guest's `id`; ids outside all ranges stay as they are.
     ///
     /// # Errors
-    /// [`ForbiddenId`] if a `forbid-guest` range holds `id`.
+    /// [`BadId::Forbidden`] if a `forbid-guest` range holds `id`; [`BadId::None`] for [`NO_ID`], before and after.
     #[inline]
-    pub fn to_host(&self, id: u32) -> Result<u32, ForbiddenId> {
-        translate(&self.to_host, id)
+    pub fn to_host(&self, id: u32) -> Result<u32, BadId> {
+        match translate(&self.to_host, id) {
+            _ if id == NO_ID => Err(BadId::None),
+            Ok(NO_ID) => Err(BadId::None),
+            host => host,
+        }
     }
 
     /// The guest's id for the host's `id`; ids outside all ranges stay as they are.
@@ -100,7 +108,7 @@ fn sorted(side: &'static str, mut ranges: Vec<Range>) -> Result<Vec<Range>, IdMa
     }
 }
 
-fn translate(ranges: &[Range], id: u32) -> Result<u32, ForbiddenId> {
+fn translate(ranges: &[Range], id: u32) -> Result<u32, BadId> {
     if ranges.is_empty() {
         return Ok(id);
     }
@@ -109,7 +117,7 @@ fn translate(ranges: &[Range], id: u32) -> Result<u32, ForbiddenId> {
         Some(r) if id < r.end => match r.target {
             Target::Range(base) => Ok(base + (id - r.first)),
             Target::Squash(target) => Ok(target),
-            Target::Forbidden => Err(ForbiddenId(id)),
+            Target::Forbidden => Err(BadId::Forbidden(id)),
         },
         _ => Ok(id),
     }
@@ -178,10 +186,11 @@ mod tests {
     fn an_empty_map_changes_nothing() {
         let map = map(&[]).unwrap();
         assert!(map.is_identity());
-        for id in [0, 1000, NO_ID - 1, NO_ID] {
+        for id in [0, 1000, NO_ID - 1] {
             assert_eq!(map.to_host(id), Ok(id));
             assert_eq!(map.to_guest(id), id);
         }
+        assert_eq!(map.to_host(NO_ID), Err(BadId::None));
     }
 
     #[test]
@@ -205,14 +214,14 @@ mod tests {
             map(&["squash-guest:0:1001:1000", "forbid-guest:1000:1", "squash-host:0:65534:500", "host:1001:1000:1"])
                 .unwrap();
         assert_eq!((map.to_host(0), map.to_host(999)), (Ok(1001), Ok(1001)));
-        assert_eq!((map.to_host(1000), map.to_host(1001)), (Err(ForbiddenId(1000)), Ok(1001)));
+        assert_eq!((map.to_host(1000), map.to_host(1001)), (Err(BadId::Forbidden(1000)), Ok(1001)));
         assert_eq!((map.to_guest(499), map.to_guest(1001), map.to_guest(500)), (65534, 1000, 500));
     }
 
     #[test]
     fn the_whole_range_is_all_but_the_invalid_id() {
         let map = map(&["squash-guest:0:100:4294967295"]).unwrap();
-        assert_eq!((map.to_host(NO_ID - 1), map.to_host(NO_ID)), (Ok(100), Ok(NO_ID)));
+        assert_eq!((map.to_host(NO_ID - 1), map.to_host(NO_ID)), (Ok(100), Err(BadId::None)));
         assert_eq!("guest:1:0:4294967295".parse::<Rule>(), Err(IdMapError::Overflow(1)));
         assert_eq!("guest:0:1:4294967295".parse::<Rule>(), Err(IdMapError::Overflow(1)));
         assert_eq!("map:4294967295:0:1".parse::<Rule>(), Err(IdMapError::Overflow(NO_ID)));

@@ -116,13 +116,25 @@ pub fn open_by_handle(mount: BorrowedFd, handle: &RawHandle, flags: i32) -> Resu
 }
 
 /// setresuid(2) of the calling thread's effective id alone (glibc's function is for the whole process).
+///
+/// # Errors
+/// Those of setresuid(2), and EINVAL for the id that it would leave as it is.
 pub fn seteuid(uid: u32) -> Result<()> {
+    if uid == u32::MAX {
+        return Err(Errno::INVAL);
+    }
     // SAFETY: no memory is involved.
     check(unsafe { libc::syscall(libc::SYS_setresuid, u32::MAX, uid, u32::MAX) }).map(drop)
 }
 
 /// setresgid(2) of the calling thread's effective id alone.
+///
+/// # Errors
+/// As [`seteuid`].
 pub fn setegid(gid: u32) -> Result<()> {
+    if gid == u32::MAX {
+        return Err(Errno::INVAL);
+    }
     // SAFETY: no memory is involved.
     check(unsafe { libc::syscall(libc::SYS_setresgid, u32::MAX, gid, u32::MAX) }).map(drop)
 }

@@ -31,7 +31,12 @@ impl FromStr for IdRange {
         let fields = text.strip_prefix(separator).and_then(|t| t.strip_suffix(separator)).ok_or_else(malformed)?;
         let numbers: Result<Vec<u32>, _> = fields.split(separator).map(str::parse).collect();
         match numbers.as_deref() {
-            Ok(&[inside, outside, count]) if count > 0 => Ok(Self { inside, outside, count }),
+            Ok(&[inside, outside, count]) if count > 0 => {
+                // The highest number is no id: system calls read it as "leave the id as it is".
+                let ends = |first: u32| first.checked_add(count).is_some();
+                let range = (ends(inside) && ends(outside)).then_some(Self { inside, outside, count });
+                range.ok_or_else(|| "the range ends beyond 4294967294, the highest id".into())
+            }
             _ => Err(malformed()),
         }
     }
@@ -146,7 +151,7 @@ mod tests {
         let range = Ok(IdRange { inside: 0, outside: 100000, count: 65536 });
         assert_eq!(":0:100000:65536:".parse(), range);
         assert_eq!("/0/100000/65536/".parse(), range);
-        for bad in ["", ":", "0:1:2", ":0:1:2", ":0:1:", ":0:1:2:3:", ":0:1:0:", ":0:-1:1:", ":0:4294967296:1:"] {
+        for bad in ["", ":", "0:1:2", ":0:1:2", ":0:1:", ":0:1:2:3:", ":0:1:0:", ":0:-1:1:", ":0:4294967295:1:"] {
             assert!(bad.parse::<IdRange>().is_err(), "{bad}");
         }
     }

@@ -1,0 +1,149 @@
+//! A hostile guest against the file system: requests that Linux never sends, and what it gets for them.
+
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::fs::{Mode, OFlags};
+use tempfile::TempDir;
+use thruway::device;
+use thruway::frontend::{Frontend, Options};
+use thruway::fs::idmap::IdMap;
+use thruway::fs::{Config, PassthroughFs, proc_self_fd};
+use thruway::fuse::Server;
+use thruway::fuse::abi::*;
+use zerocopy::{FromBytes, IntoBytes};
+
+const LONG: Duration = Duration::from_secs(20);
+
+/// The id that system calls read as "leave it".
+const NO_ID: u32 = u32::MAX;
+
+struct Guest {
+    frontend: Frontend,
+    dir: TempDir,
+}
+
+impl Guest {
+    fn new(config: Config) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let share = dir.path().join("share");
+        std::fs::create_dir(&share).unwrap();
+        std::fs::set_permissions(&share, PermissionsExt::from_mode(0o777)).unwrap();
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let root = rustix::fs::open(&share, flags, Mode::empty()).unwrap();
+        let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), config).unwrap();
+        let listener = UnixListener::bind(dir.path().join("socket")).unwrap();
+        std::thread::spawn(move || device::serve(listener, Arc::new(Server::new(fs)), device::Options::default()));
+        let frontend = Frontend::connect(&dir.path().join("socket"), Options::default()).unwrap();
+        frontend.fuse_init(u64::MAX).unwrap();
+        Self { frontend, dir }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join("share").join(name)
+    }
+
+    /// Names in the share.
+    fn names(&self) -> Vec<std::ffi::OsString> {
+        std::fs::read_dir(self.path("")).unwrap().map(|entry| entry.unwrap().file_name()).collect()
+    }
+
+    fn call(&self, opcode: Opcode, node: u64, args: &[u8]) -> Result<Vec<u8>, i32> {
+        self.call_as((0, 0), opcode, node, args)
+    }
+
+    /// As a process of the guest with these ids.
+    fn call_as(&self, (uid, gid): (u32, u32), opcode: Opcode, node: u64, args: &[u8]) -> Result<Vec<u8>, i32> {
+        let (_, header) = self.frontend.header(opcode as u32, node, args.len());
+        let header = InHeader { uid, gid, ..InHeader::read_from_bytes(&header).unwrap() };
+        let room = [size_of::<OutHeader>(), 512];
+        let sent = self.frontend.submit(1, &[&[header.as_bytes(), args].concat()], &room).unwrap();
+        let done = self.frontend.wait_for(1, sent, LONG).unwrap();
+        let (out, body) = OutHeader::read_from_prefix(&done.data).unwrap();
+        if out.error == 0 { Ok(body.to_vec()) } else { Err(-out.error) }
+    }
+
+    fn lookup(&self, name: &[u8]) -> Result<u64, i32> {
+        let entry = self.call(Opcode::Lookup, ROOT_ID, name)?;
+        Ok(EntryOut::read_from_bytes(&entry).unwrap().nodeid)
+    }
+}
+
+fn with(args: impl IntoBytes + zerocopy::Immutable, rest: &[u8]) -> Vec<u8> {
+    [args.as_bytes(), rest].concat()
+}
+
+/// A configuration that translates user and group ids.
+fn translated(rules: &[&str]) -> Config {
+    let map = IdMap::new(&rules.iter().map(|rule| rule.parse().unwrap()).collect::<Vec<_>>()).unwrap();
+    Config { uid_map: map.clone(), gid_map: map, ..Default::default() }
+}
+
+#[test]
+fn nobody_acts_as_the_id_that_means_none() {
+    const SET_ID: u32 = 0o6755;
+    let create = CreateIn { flags: libc::O_RDWR as u32, mode: libc::S_IFREG | SET_ID, ..Default::default() };
+    let making = [
+        (Opcode::Create, with(create, b"n\0")),
+        (Opcode::Tmpfile, with(create, b"\0")),
+        (Opcode::Mknod, with(MknodIn { mode: libc::S_IFREG | SET_ID, ..Default::default() }, b"n\0")),
+        (Opcode::Mkdir, with(MkdirIn { mode: SET_ID, umask: 0 }, b"n\0")),
+        (Opcode::Symlink, b"n\0target\0".to_vec()),
+    ];
+    let all = "4294967295";
+    for config in [
+        Config::default(),
+        translated(&["map:0:100000:65536"]),
+        translated(&[&format!("squash-guest:0:1000:{all}")]),
+        translated(&[&format!("forbid-guest:0:{all}")]),
+    ] {
+        let rules = format!("{:?}", config.uid_map);
+        let guest = Guest::new(config);
+        for who in [(NO_ID, 0), (0, NO_ID), (NO_ID, NO_ID)] {
+            for (opcode, args) in &making {
+                let made = guest.call_as(who, *opcode, ROOT_ID, args).map(drop);
+                // A rule may forbid the other one of the two first.
+                assert!(
+                    [Err(libc::EINVAL), Err(libc::EPERM)].contains(&made),
+                    "{opcode:?} as {who:?}, {rules}: {made:?}"
+                );
+            }
+            let access = AccessIn { mask: libc::R_OK as u32, padding: 0 };
+            let seen = guest.call_as(who, Opcode::Access, ROOT_ID, access.as_bytes());
+            assert_eq!(seen, Err(libc::EINVAL), "{who:?}, {rules}");
+        }
+        assert_eq!(guest.names(), [""; 0], "{rules}");
+    }
+}
+
+#[test]
+fn no_group_is_the_id_that_means_none() {
+    let guest = Guest::new(Config::default());
+    let groups = [ExtHeader { size: 16, kind: EXT_GROUPS }.as_bytes(), [1, NO_ID].as_bytes()].concat();
+    let mkdir = with(MkdirIn { mode: 0o755, umask: 0 }, &[b"n\0", &groups[..]].concat());
+    assert_eq!(guest.call_as((1000, 1000), Opcode::Mkdir, ROOT_ID, &mkdir), Err(libc::EINVAL));
+    assert_eq!(guest.names(), [""; 0]);
+}
+
+#[test]
+fn no_owner_is_the_id_that_means_none() {
+    let squash = translated(&["squash-guest:0:1000:4294967295"]);
+    for config in [Config::default(), squash] {
+        let guest = Guest::new(config);
+        std::fs::write(guest.path("f"), b"").unwrap();
+        let node = guest.lookup(b"f\0").unwrap();
+        for (valid, uid, gid) in [
+            (SetattrValid::UID, NO_ID, 0),
+            (SetattrValid::GID, 0, NO_ID),
+            (SetattrValid::UID | SetattrValid::GID, NO_ID, 5),
+            (SetattrValid::UID | SetattrValid::GID | SetattrValid::MODE, 5, NO_ID),
+        ] {
+            let set = SetattrIn { valid: valid.bits(), uid, gid, mode: 0o4755, ..Default::default() };
+            assert_eq!(guest.call(Opcode::Setattr, node, set.as_bytes()), Err(libc::EINVAL), "{valid:?}");
+        }
+        assert_eq!(std::fs::metadata(guest.path("f")).unwrap().permissions().mode() & 0o7000, 0);
+    }
+}
