@@ -1,6 +1,6 @@
 //! A hostile guest against the file system: requests that Linux never sends, and what it gets for them.
 
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -69,6 +69,11 @@ impl Guest {
     fn lookup(&self, name: &[u8]) -> Result<u64, i32> {
         let entry = self.call(Opcode::Lookup, ROOT_ID, name)?;
         Ok(EntryOut::read_from_bytes(&entry).unwrap().nodeid)
+    }
+
+    fn open(&self, node: u64, flags: i32) -> Result<u64, i32> {
+        let open = OpenIn { flags: flags as u32, open_flags: 0 };
+        Ok(OpenOut::read_from_bytes(&self.call(Opcode::Open, node, open.as_bytes())?).unwrap().fh)
     }
 }
 
@@ -146,4 +151,46 @@ fn no_owner_is_the_id_that_means_none() {
         }
         assert_eq!(std::fs::metadata(guest.path("f")).unwrap().permissions().mode() & 0o7000, 0);
     }
+}
+
+#[test]
+fn space_is_changed_only_as_linux_asks() {
+    let guest = Guest::new(Config::default());
+    let contents: Vec<u8> = (0..4 << 12).map(|n| (n >> 12) as u8 + 1).collect();
+    std::fs::write(guest.path("f"), &contents).unwrap();
+    let node = guest.lookup(b"f\0").unwrap();
+    let fh = guest.open(node, libc::O_RDWR).unwrap();
+    let (keep, punch, zero) = (libc::FALLOC_FL_KEEP_SIZE, libc::FALLOC_FL_PUNCH_HOLE, libc::FALLOC_FL_ZERO_RANGE);
+    let sent = [0, keep, punch | keep, zero, zero | keep];
+    let modes = (0..0x200).chain((9..32).map(|bit| (1u32 << bit) as i32));
+    for mode in modes.filter(|mode| !sent.contains(mode)) {
+        let args = FallocateIn { fh, offset: 1 << 12, length: 1 << 12, mode: mode as u32, padding: 0 };
+        assert_eq!(guest.call(Opcode::Fallocate, node, args.as_bytes()), Err(libc::EOPNOTSUPP), "mode {mode:#x}");
+    }
+    assert_eq!(std::fs::read(guest.path("f")).unwrap(), contents);
+    for mode in sent {
+        let args = FallocateIn { fh, offset: 3 << 12, length: 2 << 12, mode: mode as u32, padding: 0 };
+        let done = guest.call(Opcode::Fallocate, node, args.as_bytes());
+        // tmpfs cannot zero a range in place.
+        assert!(done.is_ok() || mode & zero != 0 && done == Err(libc::EOPNOTSUPP), "mode {mode:#x}: {done:?}");
+    }
+}
+
+#[test]
+fn a_rename_leaves_nothing_of_the_daemons() {
+    let guest = Guest::new(translated(&["squash-guest:0:1000:4294967295"]));
+    if !rustix::process::geteuid().is_root() {
+        return;
+    }
+    let rename = |from: &str, flags| {
+        std::fs::write(guest.path(from), b"").unwrap();
+        let names = format!("{from}\0to\0");
+        guest.call(Opcode::Rename2, ROOT_ID, &with(Rename2In { newdir: ROOT_ID, flags, padding: 0 }, names.as_bytes()))
+    };
+    for flags in (3..32).map(|bit| 1 << bit) {
+        assert_eq!(rename("f", flags), Err(libc::EINVAL), "{flags:#x}");
+    }
+    // The kernel puts a device node in the place of the file that goes away, for overlayfs.
+    rename("f", libc::RENAME_WHITEOUT).unwrap();
+    assert_eq!(std::fs::metadata(guest.path("f")).unwrap().uid(), 1000);
 }

@@ -16,6 +16,16 @@ use crate::fuse::abi::*;
 use crate::fuse::buf::IoRange;
 use crate::fuse::ops::{Created, Creator, Files, Mappings, Reading, Result, Served};
 
+/// The modes of fallocate(2) that Linux sends. The others move or cut a file's contents, which may be mapped: the window's
+/// guard does not see that.
+const SPACE: [FallocateFlags; 5] = [
+    FallocateFlags::empty(),
+    FallocateFlags::KEEP_SIZE,
+    FallocateFlags::PUNCH_HOLE.union(FallocateFlags::KEEP_SIZE),
+    FallocateFlags::ZERO_RANGE,
+    FallocateFlags::ZERO_RANGE.union(FallocateFlags::KEEP_SIZE),
+];
+
 impl PassthroughFs {
     /// The host's open flags for the guest's. O_APPEND is left to each write, which alone knows whether it comes from the
     /// guest's page cache and has an offset.
@@ -265,7 +275,10 @@ impl Files for PassthroughFs {
     fn fallocate(&self, node: u64, a: &FallocateIn) -> Result<()> {
         self.writable()?;
         cred::keep_setid(true);
-        let mode = FallocateFlags::from_bits(a.mode).ok_or(Errno::OPNOTSUPP)?;
+        let mode = FallocateFlags::from_bits_retain(a.mode);
+        if !SPACE.contains(&mode) {
+            return Err(Errno::OPNOTSUPP);
+        }
         let handle = self.handles.get(node, a.fh)?;
         self.changing(node, || fallocate(handle.fd(), mode, a.offset, a.length))?;
         match self.passing() {

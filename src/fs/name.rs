@@ -20,6 +20,9 @@ use crate::fuse::ops::{Creator, Names, Result};
 /// PATH_MAX, a symbolic link's longest target with its NUL.
 const PATH_MAX: usize = 4096;
 
+/// What Linux asks of a rename.
+const RENAMES: RenameFlags = RenameFlags::NOREPLACE.union(RenameFlags::EXCHANGE).union(RenameFlags::WHITEOUT);
+
 /// A name must stand for an entry of its directory: anything else could leave the shared directory.
 fn check(name: &CStr) -> Result<()> {
     match name.to_bytes() {
@@ -87,6 +90,11 @@ impl PassthroughFs {
         let (uid, gid) = (self.host_uid(by.uid)?, self.host_gid(by.gid)?);
         let group = by.group.map(|group| self.host_gid(group)).transpose()?;
         Identity::take(uid, gid, group, by.umask, !self.has(InitFlags::CREATE_SUPP_GROUP))
+    }
+
+    /// The same for a rename, of which the guest sends no group: it has checked the permission.
+    fn act_trusted(&self, by: &Creator) -> Result<Identity> {
+        Identity::take(self.host_uid(by.uid)?, self.host_gid(by.gid)?, None, 0, true)
     }
 
     /// Makes something with `make` and enters it. Without its label it is not to be seen.
@@ -167,13 +175,17 @@ impl Names for PassthroughFs {
         self.remove(parent, name, AtFlags::REMOVEDIR)
     }
 
-    fn rename(&self, parent: u64, name: &CStr, newparent: u64, newname: &CStr, flags: u32) -> Result<()> {
+    fn rename(&self, parent: u64, name: &CStr, newparent: u64, newname: &CStr, flags: u32, by: &Creator) -> Result<()> {
         self.writable()?;
-        let flags = RenameFlags::from_bits(flags).ok_or(Errno::INVAL)?;
+        let flags = RenameFlags::from_bits_retain(flags);
+        if !RENAMES.contains(flags) {
+            return Err(Errno::INVAL);
+        }
         self.within(parent, name, |_, dir| {
             self.within(newparent, newname, |_, newdir| {
                 self.inodes.pin(&self.places, dir, name, false);
                 self.inodes.pin(&self.places, newdir, newname, !flags.contains(RenameFlags::EXCHANGE));
+                let _identity = flags.contains(RenameFlags::WHITEOUT).then(|| self.act_trusted(by)).transpose()?;
                 renameat_with(dir, name, newdir, newname, flags)
             })
         })

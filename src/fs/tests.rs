@@ -143,7 +143,7 @@ fn names_stay_in_their_directory() {
         assert_eq!(s.lookup(bad).err(), Some(Errno::INVAL), "{bad:?}");
         assert_eq!(s.fs.mkdir(ROOT_ID, bad, 0o755, &me()).err(), Some(Errno::INVAL));
         assert_eq!(s.fs.unlink(ROOT_ID, bad), Err(Errno::INVAL));
-        assert_eq!(s.fs.rename(ROOT_ID, c"f", ROOT_ID, bad, 0), Err(Errno::INVAL));
+        assert_eq!(s.fs.rename(ROOT_ID, c"f", ROOT_ID, bad, 0, &me()), Err(Errno::INVAL));
     }
     let out = s.lookup(c"out").unwrap();
     assert_eq!(out.attr.mode & libc::S_IFMT, libc::S_IFLNK);
@@ -280,7 +280,7 @@ fn readdirplus_opens_nothing_and_its_inodes_open_at_need() {
     assert_eq!(s.descriptors(), before + 1);
 
     // Renamed and removed by the guest: still the same files.
-    s.fs.rename(ROOT_ID, c"f1", ROOT_ID, c"g1", 0).unwrap();
+    s.fs.rename(ROOT_ID, c"f1", ROOT_ID, c"g1", 0, &me()).unwrap();
     s.fs.getattr(node("f1"), None).unwrap();
     s.fs.unlink(ROOT_ID, c"f2").unwrap();
     assert_eq!(s.fs.getattr(node("f2"), None).unwrap().attr.nlink, 0);
@@ -380,11 +380,11 @@ fn file_handles_hold_no_descriptors() {
     s.fs.forget(node, 2);
     assert_eq!(s.descriptors(), before + 1);
     let over = s.lookup(c"f6").unwrap().nodeid;
-    s.fs.rename(ROOT_ID, c"f5", ROOT_ID, c"f6", 0).unwrap();
+    s.fs.rename(ROOT_ID, c"f5", ROOT_ID, c"f6", 0, &me()).unwrap();
     assert_eq!(s.fs.getattr(over, None).unwrap().attr.nlink, 0);
     let dir = s.fs.mkdir(ROOT_ID, c"d", 0o755, &me()).unwrap().nodeid;
     s.fs.mkdir(dir, c"e", 0o755, &me()).unwrap();
-    assert_eq!(s.fs.rename(dir, c"e", ROOT_ID, c"d", 0), Err(Errno::NOTEMPTY));
+    assert_eq!(s.fs.rename(dir, c"e", ROOT_ID, c"d", 0, &me()), Err(Errno::NOTEMPTY));
     s.fs.rmdir(dir, c"e").unwrap();
 
     let node = s.lookup(c"f8").unwrap().nodeid;
@@ -505,7 +505,7 @@ fn a_read_only_share_is_not_written() {
         fs.mknod(ROOT_ID, c"n", libc::S_IFIFO, 0, &by).map(drop),
         fs.symlink(ROOT_ID, c"n", c"t", &by).map(drop),
         fs.link(node, ROOT_ID, c"n").map(drop),
-        fs.rename(ROOT_ID, c"f", ROOT_ID, c"n", 0),
+        fs.rename(ROOT_ID, c"f", ROOT_ID, c"n", 0, &me()),
         fs.unlink(ROOT_ID, c"f"),
         fs.rmdir(ROOT_ID, c"f"),
         fs.setattr(node, &SetattrIn::default()).map(drop),

@@ -10,8 +10,9 @@ use super::{PassthroughFs, cred, sys};
 use crate::fuse::abi::InitFlags;
 use crate::fuse::ops::{Result, Xattrs};
 
-/// XATTR_LIST_MAX of include/uapi/linux/limits.h: the longest list of names, in bytes.
-const LIST_MAX: usize = 64 << 10;
+/// XATTR_LIST_MAX and XATTR_SIZE_MAX of include/uapi/linux/limits.h: the longest list of names and the longest value, in
+/// bytes. A guest that asks for more gets no larger buffer.
+const LONGEST: usize = 64 << 10;
 
 impl PassthroughFs {
     /// The host's name for the guest's.
@@ -54,7 +55,7 @@ impl Xattrs for PassthroughFs {
             Err(Errno::PERM) => return Err(Errno::NODATA),
             name => name?,
         };
-        self.with_path(node, |path| sys::getxattr(path, &name, to, size))
+        self.with_path(node, |path| sys::getxattr(path, &name, to, size.min(LONGEST)))
     }
 
     fn listxattr(&self, node: u64, size: usize, to: &mut Vec<u8>) -> Result<usize> {
@@ -62,10 +63,10 @@ impl Xattrs for PassthroughFs {
             return Err(Errno::NOSYS);
         }
         let Some(map) = &self.config.xattrmap else {
-            return self.with_path(node, |path| sys::listxattr(path, to, size));
+            return self.with_path(node, |path| sys::listxattr(path, to, size.min(LONGEST)));
         };
         let mut host = Vec::new();
-        self.with_path(node, |path| sys::listxattr(path, &mut host, LIST_MAX))?;
+        self.with_path(node, |path| sys::listxattr(path, &mut host, LONGEST))?;
         to.clear();
         for name in host.split(|b| *b == 0).filter(|name| !name.is_empty()) {
             if let Some(name) = map.to_guest(name) {

@@ -360,11 +360,13 @@ impl<F: FileSystem + Send + Sync + 'static> Server<F> {
             Opcode::Rmdir => fs.rmdir(node, request.name()?)?,
             Opcode::Rename => {
                 let args: RenameIn = request.take()?;
-                fs.rename(node, request.name()?, args.newdir, request.name()?, 0)?
+                let (name, newname) = (request.name()?, request.name()?);
+                fs.rename(node, name, args.newdir, newname, 0, &request.creator(0)?)?
             }
             Opcode::Rename2 => {
                 let args: Rename2In = request.take()?;
-                fs.rename(node, request.name()?, args.newdir, request.name()?, args.flags)?
+                let (name, newname) = (request.name()?, request.name()?);
+                fs.rename(node, name, args.newdir, newname, args.flags, &request.creator(0)?)?
             }
             Opcode::Link => {
                 let args: LinkIn = request.take()?;

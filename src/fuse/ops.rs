@@ -131,7 +131,8 @@ pub trait Names {
     fn mkdir(&self, parent: u64, name: &CStr, mode: u32, by: &Creator) -> Result<EntryOut>;
     fn unlink(&self, parent: u64, name: &CStr) -> Result<()>;
     fn rmdir(&self, parent: u64, name: &CStr) -> Result<()>;
-    fn rename(&self, parent: u64, name: &CStr, newparent: u64, newname: &CStr, flags: u32) -> Result<()>;
+    /// `by`: whose the device node is that RENAME_WHITEOUT leaves.
+    fn rename(&self, parent: u64, name: &CStr, newparent: u64, newname: &CStr, flags: u32, by: &Creator) -> Result<()>;
     fn link(&self, node: u64, newparent: u64, newname: &CStr) -> Result<EntryOut>;
 }
 
