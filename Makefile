@@ -8,7 +8,7 @@ SCRIPTS = vm-images/boot vm-images/setup.sh vm-images/build-* vm-images/lib.sh v
 	guest-kernel/build \
 	tests/guest/demo-init tests/guest/*.sh tests/host/run-case tests/host/*.sh
 
-.PHONY: all build images tree guest-kernel guest-kernel-debug demo unit test soak bench check install clean
+.PHONY: all build images tree guest-kernel guest-kernel-debug demo unit test soak neighbours bench check install clean
 
 all: build
 
@@ -44,6 +44,10 @@ test: tree
 soak: tree
 	$(MAKE) unit build
 	tests/run --soak
+
+# A hostile guest beside a good one, with the good one's times. ARGS=cold, for example, takes one attack.
+neighbours:
+	$(CARGO) test --release --test neighbours -- --measure $(ARGS)
 
 # ARGS='--rounds 5', for example; --help tells all.
 bench: tree

@@ -16,3 +16,10 @@ pub const LOG_QUEUE: usize = 1024;
 
 /// Bytes of a log line; the rest is cut off. A path (PATH_MAX) fits.
 pub const LOG_LINE: usize = 4096;
+
+/// Memory of its own that one daemon has while a guest attacks it with two request queues, in bytes. A test holds it
+/// (tests/neighbours); the bounds of this module are what it follows from.
+pub const DAEMON_MEMORY: u64 = 512 << 20;
+
+/// Threads of one daemon: a worker for each of the 64 queues, those that wait, and a dozen more.
+pub const DAEMON_THREADS: u64 = 1024;

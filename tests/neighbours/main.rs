@@ -1,0 +1,384 @@
+//! A hostile guest beside a good one: each attack of a list ([`attack`]) runs while another guest, with a daemon of its own,
+//! and the host work on the same share and check every byte.
+//!
+//! What fails a run: a wrong byte, an error in the neighbour's work, a daemon that ends, or one that holds more memory,
+//! descriptors, threads or log than the limits allow. The table at the end also has the neighbour's p99 times, beside those
+//! without an attack. They decide nothing: `make neighbours` measures them with the release build.
+//!
+//! The hostile guest, its daemon and the other guest's each have what `sched_setaffinity(2)` gives them: where there are two
+//! CPUs, the neighbour has one to itself.
+
+mod attack;
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitCode, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+use tempfile::TempDir;
+use thruway::frontend::{Frontend, Options};
+use thruway::fuse::abi::*;
+use thruway::limits;
+use zerocopy::{FromBytes, IntoBytes};
+
+use attack::{ATTACKS, Hostile};
+
+/// The neighbour's rounds of work in a test, and in `make neighbours`: enough for a p99 of some hundred values above it.
+const ROUNDS: u64 = 500;
+const MEASURED_ROUNDS: u64 = 20_000;
+
+/// Files that the neighbour and the host each work on in turn.
+const FILES: u64 = 8;
+const BLOCK: usize = 4096;
+
+/// How long a daemon may take to start or to end.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let rounds = if args.iter().any(|arg| arg == "--measure") { MEASURED_ROUNDS } else { ROUNDS };
+    let filter = args.iter().find(|arg| !arg.starts_with('-')).map_or("", String::as_str);
+    let alone = run("no attack", |_| thread::sleep(Duration::from_millis(1)), rounds);
+    let mut failed = 0;
+    println!("{HEADER}");
+    println!("{}", alone.row(&alone));
+    for (name, attack) in ATTACKS.iter().filter(|(name, _)| name.contains(filter)) {
+        let seen = run(name, *attack, rounds);
+        println!("{}", seen.row(&alone));
+        for complaint in &seen.complaints {
+            println!("  FAILED: {complaint}");
+        }
+        failed += usize::from(!seen.complaints.is_empty());
+    }
+    println!("{failed} failed");
+    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+const HEADER: &str =
+    "attack                               steps  p99 getattr  x     p99 read 4k  x     memory   fds   threads  log";
+
+/// What one attack came to.
+struct Seen {
+    name: String,
+    steps: u64,
+    /// Of the neighbour, in µs.
+    getattr: u64,
+    read: u64,
+    daemon: Use,
+    complaints: Vec<String>,
+}
+
+impl Seen {
+    fn row(&self, alone: &Self) -> String {
+        let times = |now: u64, then: u64| now as f64 / then.max(1) as f64;
+        format!(
+            "{:36} {:6} {:9} us {:4.1} {:10} us {:4.1} {:5} MiB {:6} {:8} {:4} KiB",
+            self.name,
+            self.steps,
+            self.getattr,
+            times(self.getattr, alone.getattr),
+            self.read,
+            times(self.read, alone.read),
+            self.daemon.memory >> 20,
+            self.daemon.descriptors,
+            self.daemon.threads,
+            self.daemon.log >> 10,
+        )
+    }
+}
+
+/// Runs one attack until the neighbour and the host have done their rounds.
+fn run(name: &str, attack: fn(&mut Hostile), rounds: u64) -> Seen {
+    let dir = tempfile::tempdir().unwrap();
+    let share = dir.path().join("share");
+    for part in ["", "neighbour", "host", "hostile"] {
+        fs::create_dir(share.join(part)).unwrap();
+    }
+    let cpus = sched_getaffinity(None).unwrap();
+    pin(&cpus, 1);
+    let mut daemon = Daemon::start(&dir, "hostile");
+    pin(&cpus, 0);
+    let mut other = Daemon::start(&dir, "neighbour");
+    let (stop, done) = (AtomicBool::new(false), AtomicU64::new(0));
+    let mut complaints = Vec::new();
+    let mut steps = 0;
+    let neighbour = other.connect();
+    let (times, host, most) = thread::scope(|scope| {
+        let (stop, done, share, cpus, watched) = (&stop, &done, &share, &cpus, &daemon);
+        let watch = scope.spawn(move || {
+            let mut most = Use::default();
+            while !stop.load(Ordering::Relaxed) {
+                most = most.max(watched.usage());
+                thread::sleep(Duration::from_millis(5));
+            }
+            most
+        });
+        let works = scope.spawn(move || {
+            pin(cpus, 0);
+            let times = work(&neighbour, rounds);
+            done.fetch_add(1, Ordering::Relaxed);
+            (times, neighbour)
+        });
+        let host = scope.spawn(move || {
+            pin(cpus, 0);
+            host_work(&share.join("host"), stop)
+        });
+        pin(cpus, 1);
+        let attacked = catch_unwind(AssertUnwindSafe(|| {
+            let mut hostile = Hostile::new(watched.connect(), share.join("hostile"));
+            // Each attack has a few turns even beside a quick neighbour.
+            while done.load(Ordering::Relaxed) == 0 && !works.is_finished() || steps < 3 {
+                attack(&mut hostile);
+                steps += 1;
+            }
+        }));
+        if attacked.is_err() {
+            complaints.push("the attack did not end as it should".to_owned());
+        }
+        stop.store(true, Ordering::Relaxed);
+        let works = works.join().map_err(|_| "the neighbour's work failed".to_owned());
+        let host = host.join().unwrap_or_else(|_| Err("the host's work failed".into()));
+        (works, host, watch.join().unwrap())
+    });
+    pin_to(&cpus);
+    complaints.extend(host.err());
+    let (times, neighbour) = match times {
+        Ok((Ok(times), neighbour)) => (times, Some(neighbour)),
+        Ok((Err(e), neighbour)) => {
+            complaints.push(e);
+            (Times::default(), Some(neighbour))
+        }
+        Err(e) => {
+            complaints.push(e);
+            (Times::default(), None)
+        }
+    };
+    drop(neighbour);
+    complaints.extend(daemon.end().err());
+    complaints.extend(other.end().err());
+    complaints.extend(most.excess());
+    let Times { mut getattr, mut read } = times;
+    Seen { name: name.to_owned(), steps, getattr: p99(&mut getattr), read: p99(&mut read), daemon: most, complaints }
+}
+
+/// Keeps the calling thread, and what it starts, on one CPU of these: the `n`th, as far as there is one.
+fn pin(cpus: &CpuSet, n: usize) {
+    let all: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|cpu| cpus.is_set(*cpu)).collect();
+    let mut one = CpuSet::new();
+    one.set(all[n % all.len()]);
+    pin_to(&one);
+}
+
+fn pin_to(cpus: &CpuSet) {
+    sched_setaffinity(None, cpus).unwrap();
+}
+
+/// A daemon with its default sandbox where it can have it.
+struct Daemon {
+    child: Child,
+    socket: PathBuf,
+    log: PathBuf,
+}
+
+impl Daemon {
+    fn start(dir: &TempDir, name: &str) -> Self {
+        let (socket, log) = (dir.path().join(format!("{name}.socket")), dir.path().join(format!("{name}.log")));
+        let sandbox = if rustix::process::geteuid().is_root() { "namespace" } else { "none" };
+        let mut command = Command::new(env!("CARGO_BIN_EXE_thruwayd"));
+        command.env_remove("RUST_LOG").args(["--sandbox", sandbox, "--posix-lock", "--flock", "--xattr"]);
+        command.args(["--num-request-queues", "2"]);
+        command.arg("--shared-dir").arg(dir.path().join("share")).arg("--socket-path").arg(&socket);
+        let child = command.stdin(Stdio::null()).stderr(File::create(&log).unwrap()).spawn().unwrap();
+        let end = Instant::now() + PATIENCE;
+        let daemon = Self { child, socket, log };
+        while !fs::read_to_string(&daemon.log).unwrap().contains("waiting for a vhost-user frontend") {
+            assert!(Instant::now() < end, "no daemon: {}", fs::read_to_string(&daemon.log).unwrap());
+            thread::sleep(Duration::from_millis(2));
+        }
+        daemon
+    }
+
+    fn connect(&self) -> Frontend {
+        // As a guest has it: 1024 descriptors. The memory is for the attacks' buffers.
+        let options = Options { queues: 3, queue_size: 1024, mem_size: 96 << 20, ..Default::default() };
+        let frontend = Frontend::connect(&self.socket, options).unwrap();
+        frontend.fuse_init(u64::MAX).unwrap();
+        frontend
+    }
+
+    /// The process that serves.
+    fn server(&self) -> u32 {
+        let id = self.child.id();
+        let children = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap_or_default();
+        children.split_whitespace().last().and_then(|child| child.parse().ok()).unwrap_or(id)
+    }
+
+    fn usage(&self) -> Use {
+        let process = PathBuf::from(format!("/proc/{}", self.server()));
+        let status = fs::read_to_string(process.join("status")).unwrap_or_default();
+        let field = |name: &str| {
+            let line = status.lines().find_map(|line| line.strip_prefix(name));
+            line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok()).unwrap_or(0)
+        };
+        Use {
+            // RssAnon: the guest's memory, which the daemon maps, is not its own.
+            memory: field("RssAnon:") << 10,
+            threads: field("Threads:"),
+            descriptors: fs::read_dir(process.join("fd")).map_or(0, |fds| fds.count() as u64),
+            log: fs::metadata(&self.log).map_or(0, |log| log.len()),
+        }
+    }
+
+    /// The frontend is gone: the daemon ends, and says that all is well.
+    fn end(&mut self) -> Result<(), String> {
+        let end = Instant::now() + PATIENCE;
+        let status = loop {
+            match self.child.try_wait().unwrap() {
+                Some(status) => break status,
+                None if Instant::now() > end => return Err("a daemon does not end".into()),
+                None => thread::sleep(Duration::from_millis(2)),
+            }
+        };
+        if status.success() { Ok(()) } else { Err(format!("a daemon ended with {status}: {}", self.tail())) }
+    }
+
+    fn tail(&self) -> String {
+        let log = fs::read_to_string(&self.log).unwrap_or_default();
+        log.lines().rev().take(3).collect::<Vec<_>>().join(" / ")
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// What a daemon uses of the host.
+#[derive(Clone, Copy, Default)]
+struct Use {
+    /// Bytes.
+    memory: u64,
+    threads: u64,
+    descriptors: u64,
+    /// Bytes.
+    log: u64,
+}
+
+impl Use {
+    fn max(self, other: Self) -> Self {
+        Self {
+            memory: self.memory.max(other.memory),
+            threads: self.threads.max(other.threads),
+            descriptors: self.descriptors.max(other.descriptors),
+            log: self.log.max(other.log),
+        }
+    }
+
+    /// What is above the limits.
+    fn excess(&self) -> Vec<String> {
+        let bounds = [
+            ("bytes of memory", self.memory, limits::DAEMON_MEMORY),
+            ("threads", self.threads, limits::DAEMON_THREADS),
+            ("bytes of log", self.log, LOG),
+        ];
+        let above = bounds.into_iter().filter(|(_, used, bound)| used > bound);
+        above.map(|(what, used, bound)| format!("{used} {what}, more than {bound}")).collect()
+    }
+}
+
+/// Bytes of log that no attack of a few minutes gets past: [`limits::LOG_BURST`] lines from each of some 20 places in each
+/// [`limits::LOG_PERIOD`].
+const LOG: u64 = 1 << 20;
+
+/// The neighbour's times in µs.
+#[derive(Default)]
+struct Times {
+    getattr: Vec<u64>,
+    read: Vec<u64>,
+}
+
+fn p99(times: &mut [u64]) -> u64 {
+    times.sort_unstable();
+    times.get(times.len().saturating_sub(1) * 99 / 100).copied().unwrap_or(0)
+}
+
+/// What block `n` has in it in a round.
+fn pattern(n: u64, round: u64) -> Vec<u8> {
+    let word = (n << 32 | round).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes();
+    word.repeat(BLOCK / word.len())
+}
+
+/// The neighbour's work: files are made, written, read, listed by attributes and removed, with every byte checked.
+fn work(guest: &Frontend, rounds: u64) -> Result<Times, String> {
+    let call = |opcode: Opcode, node, body: &[u8], extra: &[u8], room| {
+        guest.request(1, opcode as u32, node, body, extra, room).map_err(|e| format!("the neighbour's {opcode:?}: {e}"))
+    };
+    let entry = call(Opcode::Lookup, ROOT_ID, b"neighbour\0", &[], size_of::<EntryOut>())?;
+    let dir = EntryOut::read_from_bytes(&entry).unwrap().nodeid;
+    let mut times = Times::default();
+    let mut files = Vec::new();
+    for n in 0..FILES {
+        let args = CreateIn { flags: libc::O_RDWR as u32, mode: 0o600, ..Default::default() };
+        let body = [args.as_bytes(), format!("file{n}\0").as_bytes()].concat();
+        let made = call(Opcode::Create, dir, &body, &[], size_of::<EntryOut>() + size_of::<OpenOut>())?;
+        let (entry, rest) = EntryOut::read_from_prefix(&made).unwrap();
+        files.push((entry.nodeid, OpenOut::read_from_bytes(rest).unwrap().fh));
+    }
+    for round in 0..rounds {
+        let n = round % FILES;
+        let (node, fh) = files[n as usize];
+        let data = pattern(n, round);
+        let offset = (round / FILES % 16) * BLOCK as u64;
+        let write = WriteIn { fh, offset, size: BLOCK as u32, ..Default::default() };
+        call(Opcode::Write, node, write.as_bytes(), &data, size_of::<WriteOut>())?;
+        let read = ReadIn { fh, offset, size: BLOCK as u32, ..Default::default() };
+        let start = Instant::now();
+        let back = call(Opcode::Read, node, read.as_bytes(), &[], BLOCK)?;
+        times.read.push(start.elapsed().as_micros() as u64);
+        if back != data {
+            return Err(format!("the neighbour's file {n} has a wrong byte in round {round}"));
+        }
+        let start = Instant::now();
+        let attr = call(Opcode::Getattr, node, GetattrIn::default().as_bytes(), &[], size_of::<AttrOut>())?;
+        times.getattr.push(start.elapsed().as_micros() as u64);
+        let size = AttrOut::read_from_bytes(&attr).unwrap().attr.size;
+        if size < offset + BLOCK as u64 {
+            return Err(format!("the neighbour's file {n} has {size} bytes in round {round}"));
+        }
+        if round % 64 == 0 {
+            let name = format!("made{round}\0");
+            let mkdir = [MkdirIn { mode: 0o700, umask: 0 }.as_bytes(), name.as_bytes()].concat();
+            call(Opcode::Mkdir, dir, &mkdir, &[], size_of::<EntryOut>())?;
+            call(Opcode::Rmdir, dir, name.as_bytes(), &[], 0)?;
+        }
+    }
+    Ok(times)
+}
+
+/// What a process of the host does meanwhile.
+fn host_work(dir: &Path, stop: &AtomicBool) -> Result<(), String> {
+    let failed = |e: std::io::Error| format!("the host's work: {e}");
+    let mut round = 0;
+    while !stop.load(Ordering::Relaxed) {
+        let path = dir.join(format!("file{}", round % FILES));
+        let data = pattern(round % FILES, round);
+        let file = File::options().create(true).truncate(true).write(true).read(true).open(&path).map_err(failed)?;
+        file.write_all_at(&data, 0).map_err(failed)?;
+        let mut back = vec![0; BLOCK];
+        file.read_exact_at(&mut back, 0).map_err(failed)?;
+        if back != data || file.metadata().map_err(failed)?.len() != BLOCK as u64 {
+            return Err(format!("the host's {} has a wrong byte", path.display()));
+        }
+        round += 1;
+        // A host has other things to do as well.
+        thread::sleep(Duration::from_millis(1));
+    }
+    Ok(())
+}
