@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use rustix::fs::{Advice, fadvise};
-use thruway::frontend::{Frontend, Token};
+use thruway::frontend::{Frontend, Token, Window};
 use thruway::fuse::abi::*;
 use virtio_queue::desc::split::Descriptor;
 use vm_memory::{Bytes, GuestAddress};
@@ -42,11 +42,14 @@ pub const ATTACKS: &[Attack] = &[
     ("names without end", names),
     ("opens of FIFOs", fifos),
     ("files moved under others", fallocates),
-    ("mappings of 10,000 parts", removemappings),
+    ("mappings without end", mappings),
+    ("10,000 parts to unmap", removemappings),
 ];
 
 pub struct Hostile {
     guest: Frontend,
+    /// Its shared memory regions, as long as they are to be mapped.
+    _window: Option<Window>,
     dir: u64,
     path: PathBuf,
     steps: u64,
@@ -56,8 +59,16 @@ pub struct Hostile {
 }
 
 impl Hostile {
-    pub fn new(guest: Frontend, path: PathBuf) -> Self {
-        let mut this = Self { guest, dir: 0, path, steps: 0, random: fastrand::Rng::with_seed(7), open: Vec::new() };
+    pub fn new((guest, window): (Frontend, Option<Window>), path: PathBuf) -> Self {
+        let mut this = Self {
+            guest,
+            _window: window,
+            dir: 0,
+            path,
+            steps: 0,
+            random: fastrand::Rng::with_seed(7),
+            open: Vec::new(),
+        };
         this.dir = this.lookup(ROOT_ID, "hostile").unwrap();
         this
     }
@@ -370,6 +381,23 @@ fn fallocates(hostile: &mut Hostile) {
     }
     let size = std::fs::metadata(hostile.path.join("file")).unwrap().len();
     assert_eq!(size, 1 << 20);
+}
+
+fn mappings(hostile: &mut Hostile) {
+    let (node, _) = hostile.file(32 << 20);
+    let range = 2 << 20;
+    for _ in 0..100 {
+        let mut place = |of: u64| {
+            let odd = if hostile.random.u8(..8) == 0 { hostile.random.u64(..) >> hostile.random.u32(..64) } else { 0 };
+            (hostile.random.u64(..of) * range).wrapping_add(odd)
+        };
+        let (foffset, moffset, len) = (place(20), place(34), place(4));
+        let flags = hostile.random.u64(..4);
+        let args = SetupmappingIn { fh: u64::MAX, foffset, len, flags, moffset };
+        let _ = hostile.call(Opcode::Setupmapping, node, args.as_bytes(), 0);
+        let one = RemovemappingOne { moffset, len };
+        let _ = hostile.call(Opcode::Removemapping, node, &[1u32.to_le_bytes().as_slice(), one.as_bytes()].concat(), 0);
+    }
 }
 
 fn removemappings(hostile: &mut Hostile) {

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use tempfile::TempDir;
-use thruway::frontend::{Frontend, Options};
+use thruway::frontend::{Frontend, Options, Window};
 use thruway::fuse::abi::*;
 use thruway::limits;
 use zerocopy::{FromBytes, IntoBytes};
@@ -120,7 +120,7 @@ fn run(name: &str, attack: fn(&mut Hostile), rounds: u64) -> Seen {
         });
         let works = scope.spawn(move || {
             pin(cpus, 0);
-            let times = work(&neighbour, rounds);
+            let times = work(&neighbour.0, rounds);
             done.fetch_add(1, Ordering::Relaxed);
             (times, neighbour)
         });
@@ -192,6 +192,8 @@ impl Daemon {
         let mut command = Command::new(env!("CARGO_BIN_EXE_thruwayd"));
         command.env_remove("RUST_LOG").args(["--sandbox", sandbox, "--posix-lock", "--flock", "--xattr"]);
         command.args(["--num-request-queues", "2"]);
+        // Without root there is a warning and no window.
+        command.args(["--dax-window", "64M", "--passthrough-window", "64M"]);
         command.arg("--shared-dir").arg(dir.path().join("share")).arg("--socket-path").arg(&socket);
         let child = command.stdin(Stdio::null()).stderr(File::create(&log).unwrap()).spawn().unwrap();
         let end = Instant::now() + PATIENCE;
@@ -203,18 +205,21 @@ impl Daemon {
         daemon
     }
 
-    fn connect(&self) -> Frontend {
+    /// A guest, and its shared memory regions where the daemon has them.
+    fn connect(&self) -> (Frontend, Option<Window>) {
         // As a guest has it: 1024 descriptors. The memory is for the attacks' buffers.
         let options = Options { queues: 3, queue_size: 1024, mem_size: 96 << 20, ..Default::default() };
-        let frontend = Frontend::connect(&self.socket, options).unwrap();
+        let mut frontend = Frontend::connect(&self.socket, options).unwrap();
+        let window = frontend.open_window().ok().filter(|window| window.size > 0);
         frontend.fuse_init(u64::MAX).unwrap();
-        frontend
+        (frontend, window)
     }
 
     /// The process that serves.
     fn server(&self) -> u32 {
         let id = self.child.id();
         let children = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap_or_default();
+        // The window process is the other child.
         children.split_whitespace().last().and_then(|child| child.parse().ok()).unwrap_or(id)
     }
 
