@@ -1,5 +1,6 @@
 //! A hostile guest against the file system: requests that Linux never sends, and what it gets for them.
 
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
@@ -9,7 +10,7 @@ use std::time::Duration;
 use rustix::fs::{Mode, OFlags};
 use tempfile::TempDir;
 use thruway::device;
-use thruway::frontend::{Frontend, Options};
+use thruway::frontend::{Frontend, Options, Token};
 use thruway::fs::idmap::IdMap;
 use thruway::fs::{Config, PassthroughFs, proc_self_fd};
 use thruway::fuse::Server;
@@ -64,6 +65,25 @@ impl Guest {
         let done = self.frontend.wait_for(1, sent, LONG).unwrap();
         let (out, body) = OutHeader::read_from_prefix(&done.data).unwrap();
         if out.error == 0 { Ok(body.to_vec()) } else { Err(-out.error) }
+    }
+
+    /// Sends a request for which there may be no reply for long.
+    fn send(&self, opcode: Opcode, node: u64, args: &[u8]) -> Token {
+        let (_, header) = self.frontend.header(opcode as u32, node, args.len());
+        self.frontend.submit(1, &[&[&header, args].concat()], &[size_of::<OutHeader>(), 512]).unwrap()
+    }
+
+    /// The reply, 0 or an errno.
+    fn finish(&self, sent: Token) -> i32 {
+        let done = self.frontend.wait_for(1, sent, LONG).unwrap();
+        -OutHeader::read_from_prefix(&done.data).unwrap().0.error
+    }
+
+    /// The queue is served meanwhile; what was sent before is not answered.
+    fn is_served_without(&self, sent: Token) {
+        self.call(Opcode::Getattr, ROOT_ID, GetattrIn::default().as_bytes()).unwrap();
+        let none = self.frontend.wait_for(1, sent, Duration::ZERO).map(drop).unwrap_err();
+        assert_eq!(none.raw_os_error(), Some(libc::ETIMEDOUT));
     }
 
     fn lookup(&self, name: &[u8]) -> Result<u64, i32> {
@@ -193,4 +213,95 @@ fn a_rename_leaves_nothing_of_the_daemons() {
     // The kernel puts a device node in the place of the file that goes away, for overlayfs.
     rename("f", libc::RENAME_WHITEOUT).unwrap();
     assert_eq!(std::fs::metadata(guest.path("f")).unwrap().uid(), 1000);
+}
+
+/// A lease on a file (fcntl(2), F_SETLEASE), given back when this is dropped. Whoever opens the file otherwise waits.
+struct Lease(std::fs::File);
+
+impl Lease {
+    /// None where the file system has no leases.
+    fn take(path: &std::path::Path, kind: i32) -> Option<Self> {
+        // SAFETY: no memory is involved. The signal, which says that somebody wants the file, would end the process.
+        unsafe { libc::signal(libc::SIGIO, libc::SIG_IGN) };
+        let file = std::fs::OpenOptions::new().read(true).write(kind == libc::F_WRLCK).open(path).unwrap();
+        // SAFETY: as above.
+        let taken = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, kind) } == 0;
+        (taken || std::io::Error::last_os_error().raw_os_error() != Some(libc::EINVAL)).then(|| {
+            assert!(taken, "{}", std::io::Error::last_os_error());
+            Self(file)
+        })
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        // SAFETY: no memory is involved.
+        unsafe { libc::fcntl(self.0.as_raw_fd(), libc::F_SETLEASE, libc::F_UNLCK) };
+    }
+}
+
+/// Flags of this process's open files at `path`, which the daemon is a part of.
+fn flags_of(path: &std::path::Path) -> Vec<i32> {
+    let open = std::fs::read_dir("/proc/self/fd").unwrap().map(|entry| entry.unwrap());
+    let here = open.filter(|entry| std::fs::read_link(entry.path()).is_ok_and(|target| target == path));
+    let fds = here.map(|entry| entry.file_name().to_str().unwrap().parse().unwrap());
+    // SAFETY: no memory is involved.
+    fds.map(|fd: i32| unsafe { libc::fcntl(fd, libc::F_GETFL) }).filter(|flags| flags & libc::O_PATH == 0).collect()
+}
+
+#[test]
+fn a_lease_holds_up_its_own_file_alone() {
+    let open = |flags: i32| OpenIn { flags: flags as u32, open_flags: 0 }.as_bytes().to_vec();
+    let size = SetattrIn { valid: SetattrValid::SIZE.bits(), size: 3, ..Default::default() };
+    for (opcode, args, after) in [
+        (Opcode::Open, open(libc::O_RDWR), "contents"),
+        (Opcode::Open, open(libc::O_RDONLY), "contents"),
+        (Opcode::Open, open(libc::O_RDWR | libc::O_TRUNC), ""),
+        (Opcode::Setattr, size.as_bytes().to_vec(), "con"),
+    ] {
+        let guest = Guest::new(Config::default());
+        let path = guest.path("f");
+        std::fs::write(&path, "contents").unwrap();
+        let node = guest.lookup(b"f\0").unwrap();
+        let Some(lease) = Lease::take(&path, libc::F_WRLCK) else { return };
+        let sent = guest.send(opcode, node, &args);
+        guest.is_served_without(sent);
+        let create = CreateIn { flags: (libc::O_RDWR | libc::O_TRUNC) as u32, mode: 0o600, ..Default::default() };
+        assert_eq!(guest.call(Opcode::Create, ROOT_ID, &with(create, b"f\0")), Err(libc::ESTALE));
+        let nonblock = open(libc::O_RDWR | libc::O_NONBLOCK);
+        assert_eq!(guest.call(Opcode::Open, node, &nonblock), Err(libc::EAGAIN));
+        drop(lease);
+        assert_eq!(guest.finish(sent), 0, "{opcode:?}");
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), after);
+        let fh = guest.open(node, libc::O_RDWR | libc::O_NONBLOCK).unwrap();
+        assert!(flags_of(&path).iter().all(|flags| flags & libc::O_NONBLOCK == 0));
+        guest.call(Opcode::Release, node, ReleaseIn { fh, ..Default::default() }.as_bytes()).unwrap();
+    }
+}
+
+#[test]
+fn a_lock_does_not_wait_for_a_lease() {
+    let guest = Guest::new(Config { posix_lock: true, ..Default::default() });
+    std::fs::write(guest.path("f"), "contents").unwrap();
+    let node = guest.lookup(b"f\0").unwrap();
+    let fh = guest.open(node, libc::O_RDONLY).unwrap();
+    let Some(_lease) = Lease::take(&guest.path("f"), libc::F_RDLCK) else { return };
+    let lk = FileLock { start: 0, end: 9, kind: libc::F_RDLCK as u32, pid: 1 };
+    guest.call(Opcode::Setlk, node, LkIn { fh, owner: 1, lk, ..Default::default() }.as_bytes()).unwrap();
+}
+
+#[test]
+fn a_pipe_is_not_opened() {
+    let guest = Guest::new(Config::default());
+    let pipe = MknodIn { mode: libc::S_IFIFO | 0o600, ..Default::default() };
+    guest.call(Opcode::Mknod, ROOT_ID, &with(pipe, b"p\0")).unwrap();
+    let node = guest.lookup(b"p\0").unwrap();
+    for flags in [libc::O_RDONLY, libc::O_WRONLY, libc::O_RDWR, libc::O_WRONLY | libc::O_TRUNC] {
+        assert_eq!(guest.open(node, flags), Err(libc::EBADF));
+        let create = CreateIn { flags: flags as u32, mode: 0o600, ..Default::default() };
+        let created = guest.call(Opcode::Create, ROOT_ID, &with(create, b"p\0"));
+        assert_eq!(created, Err(libc::EBADF));
+    }
+    let size = SetattrIn { valid: SetattrValid::SIZE.bits(), size: 3, ..Default::default() };
+    assert_eq!(guest.call(Opcode::Setattr, node, size.as_bytes()), Err(libc::EINVAL));
 }

@@ -54,8 +54,8 @@ impl Guest {
         guest
     }
 
-    /// Sends raw bytes; the reply's length, if there is one.
-    fn raw(&mut self, room: usize) -> Option<usize> {
+    /// Makes the request the next one to be served.
+    fn load(&mut self, room: usize) {
         self.work.readable.clear();
         self.work.writable.clear();
         let at = self.request.len().min(40);
@@ -66,6 +66,11 @@ impl Guest {
         }
         // SAFETY: as above.
         unsafe { self.work.writable.push(self.reply.as_mut_ptr(), room.min(self.reply.len()), true) };
+    }
+
+    /// Sends raw bytes; the reply's length, if there is one.
+    fn raw(&mut self, room: usize) -> Option<usize> {
+        self.load(room);
         match self.server.handle(&mut self.work) {
             Outcome::Replied(n) => Some(n),
             Outcome::Silent => None,
@@ -156,6 +161,38 @@ fn data_is_moved_by_system_calls_alone() {
         assert_eq!(OutHeader::ref_from_prefix(&reply).unwrap().0.error, 0);
     }
     assert_eq!(std::fs::read(guest.dir.path().join("file")).unwrap(), [7; 1 << 17]);
+}
+
+/// Another daemon's guest may have the file mapped, and be in no hurry to let go of it.
+#[test]
+fn what_takes_bytes_away_is_not_for_a_queues_worker() {
+    let mut guest = Guest::new(Config::default());
+    std::fs::write(guest.dir.path().join("file"), "contents").unwrap();
+    std::fs::write(guest.dir.path().join("empty"), "").unwrap();
+    let (node, empty) = (guest.lookup(b"file\0"), guest.lookup(b"empty\0"));
+    let open = |flags: i32| OpenIn { flags: flags as u32, open_flags: 0 }.as_bytes().to_vec();
+    let out = guest.call(Opcode::Open, node, &[&open(libc::O_RDWR)]).unwrap();
+    let fh = OpenOut::read_from_prefix(out).unwrap().0.fh;
+    let size = |valid: SetattrValid| SetattrIn { valid: (SetattrValid::SIZE | valid).bits(), fh, ..Default::default() };
+    let space = |mode: i32| FallocateIn { fh, length: 4, mode: mode as u32, ..Default::default() };
+    let (punch, zero) = (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, libc::FALLOC_FL_ZERO_RANGE);
+    for (opcode, node, args, elsewhere) in [
+        (Opcode::Fallocate, node, space(punch).as_bytes(), true),
+        (Opcode::Fallocate, node, space(zero).as_bytes(), true),
+        (Opcode::Setattr, node, size(SetattrValid::FH).as_bytes(), true),
+        (Opcode::Setattr, empty, size(SetattrValid::empty()).as_bytes(), false),
+        (Opcode::Open, empty, &open(libc::O_RDWR | libc::O_TRUNC), false),
+        (Opcode::Open, node, &open(libc::O_RDWR | libc::O_TRUNC), true),
+        (Opcode::Open, node, &open(libc::O_RDWR), false),
+    ] {
+        let len = (40 + args.len()) as u32;
+        let header = InHeader { len, opcode: opcode as u32, unique: 9, nodeid: node, ..Default::default() };
+        guest.request = [header.as_bytes(), args].concat();
+        guest.load(usize::MAX);
+        let outcome = guest.server.handle(&mut guest.work);
+        let is_elsewhere = matches!(outcome, Outcome::Slow(_) | Outcome::Deferred(_));
+        assert_eq!(is_elsewhere, elsewhere, "{opcode:?}");
+    }
 }
 
 #[test]

@@ -14,7 +14,7 @@ use super::inode::{FdPath, Inode, stat};
 use super::{CachePolicy, PassthroughFs, cred, sys};
 use crate::fuse::abi::*;
 use crate::fuse::buf::IoRange;
-use crate::fuse::ops::{Created, Creator, Files, Mappings, Reading, Result, Served};
+use crate::fuse::ops::{Created, Creator, Files, Mappings, Reading, Result, Served, Truncates};
 
 /// The modes of fallocate(2) that Linux sends. The others move or cut a file's contents, which may be mapped: the window's
 /// guard does not see that.
@@ -102,7 +102,7 @@ impl PassthroughFs {
         self.passing().into_iter().for_each(|pass| pass.release(node));
     }
 
-    fn open_known(&self, node: u64, open: &OpenIn) -> Result<Served<OpenOut>> {
+    fn open_known(&self, node: u64, open: &OpenIn, patient: bool) -> Result<Served<OpenOut>> {
         let inode = self.inodes.get(node)?;
         // A device or FIFO is the guest's own affair; to open the host's could block or act.
         if inode.format() != libc::S_IFREG {
@@ -114,7 +114,12 @@ impl PassthroughFs {
         {
             return self.opened(&inode, file, open.flags);
         }
-        let opening = || self.try_open(open.flags, |flags| inode.open(&self.places, flags));
+        let opening = || {
+            self.try_open(open.flags, |flags| match patient {
+                true => inode.open_waiting(&self.places, flags),
+                false => inode.open(&self.places, flags),
+            })
+        };
         let file = match open.flags & libc::O_TRUNC as u32 {
             0 => opening()?,
             _ => {
@@ -125,6 +130,22 @@ impl PassthroughFs {
             }
         };
         self.opened(&inode, file, open.flags)
+    }
+
+    /// Opens what was there already when the guest wanted to make it.
+    ///
+    /// # Errors
+    /// ESTALE where that could wait: the guest looks again and then sends an OPEN.
+    fn open_found(&self, node: u64, create: &CreateIn) -> Result<Served<OpenOut>> {
+        let truncates = create.flags & libc::O_TRUNC as u32 != 0;
+        if truncates && self.truncates(node, None)? != Truncates::Here {
+            return Err(Errno::STALE);
+        }
+        let open = OpenIn { flags: create.flags, open_flags: create.open_flags };
+        match self.open_known(node, &open, false) {
+            Err(Errno::AGAIN) => Err(Errno::STALE),
+            opened => opened,
+        }
     }
 
     /// Enters and opens a file that was made just now.
@@ -160,7 +181,33 @@ impl PassthroughFs {
 
 impl Files for PassthroughFs {
     fn open(&self, node: u64, open: &OpenIn) -> Result<Served<OpenOut>> {
-        self.open_known(node, open)
+        self.open_known(node, open, false)
+    }
+
+    fn open_waiting(&self, node: u64, open: &OpenIn) -> Result<Served<OpenOut>> {
+        self.open_known(node, open, true)
+    }
+
+    fn truncates(&self, node: u64, fh: Option<u64>) -> Result<Truncates> {
+        let inode = self.inodes.get(node)?;
+        if inode.format() != libc::S_IFREG {
+            // It gets its error at once.
+            return Ok(Truncates::Here);
+        }
+        self.writable()?;
+        // The window may have to wait for the frontend, which must not wait for this.
+        if self.window.is_some() {
+            return Ok(Truncates::Waits);
+        }
+        let size = match fh {
+            Some(fh) => stat(self.handles.get(node, fh)?.fd(), c"")?.stx_size,
+            // To truncate it by its name breaks a lease.
+            None => match inode.open(&self.places, OFlags::WRONLY) {
+                Err(Errno::AGAIN) => return Ok(Truncates::Waits),
+                file => stat(file?.as_fd(), c"")?.stx_size,
+            },
+        };
+        Ok(if size == 0 { Truncates::Here } else { Truncates::Slowly })
     }
 
     fn create(&self, parent: u64, name: &CStr, create: &CreateIn, by: &Creator) -> Result<Served<Created>> {
@@ -175,12 +222,9 @@ impl Files for PassthroughFs {
             Ok(file) => self.enter_new(parent, file, create.flags, by).inspect_err(|_| {
                 let _ = self.within(parent, name, |_, dir| fs::unlinkat(dir, name, fs::AtFlags::empty()));
             }),
-            // The guest may have it mapped by another name, and is not ready to lose pages: it looks again and then opens.
-            Err(Errno::EXIST) if create.flags & libc::O_TRUNC as u32 != 0 && self.shrinks_wait() => Err(Errno::STALE),
             Err(Errno::EXIST) if create.flags & libc::O_EXCL as u32 == 0 => {
                 let entry = self.within(parent, name, |parent, dir| self.enter(parent, dir, name, false))?;
-                let open = OpenIn { flags: create.flags, open_flags: create.open_flags };
-                let opened = self.open_known(entry.nodeid, &open);
+                let opened = self.open_found(entry.nodeid, create);
                 let opened = opened.inspect_err(|_| self.inodes.forget(entry.nodeid, 1))?;
                 Ok(opened.map(move |open| (entry, open)))
             }

@@ -111,7 +111,8 @@ impl Handles {
             FileType::Directory | FileType::RegularFile => {}
             _ => return Err(Errno::OPNOTSUPP),
         }
-        let mount = Arc::new(reopen(fd, OFlags::RDONLY)?);
+        // Nor must it wait for the holder of a lease.
+        let mount = Arc::new(reopen(fd, OFlags::RDONLY | OFlags::NONBLOCK)?);
         self.mounts.insert(id, Arc::downgrade(&mount));
         Ok((mount, true))
     }

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use dashmap::DashMap;
 use dashmap::mapref::entry::Entry;
 use parking_lot::{RwLock, RwLockReadGuard};
-use rustix::fs::{AtFlags, CWD, Mode, OFlags, Statx, StatxFlags, makedev, openat, statx};
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, Statx, StatxFlags, fcntl_setfl, makedev, openat, statx};
 use rustix::io::Errno;
 
 use super::file_handle::{FileHandle, Handles};
@@ -196,8 +196,22 @@ impl Inode {
         self.with_fd(handles, |fd| stat(fd, c""))
     }
 
-    /// Opens the file anew.
+    /// Opens the file anew, without waiting for anybody.
+    ///
+    /// # Errors
+    /// EAGAIN where somebody holds a lease on the file, who is told now to give it back.
     pub fn open(self: &Arc<Self>, handles: &Handles, flags: OFlags) -> Result<OwnedFd> {
+        if flags.contains(OFlags::DIRECTORY) {
+            return self.open_waiting(handles, flags);
+        }
+        let file = self.open_waiting(handles, flags | OFlags::NONBLOCK)?;
+        // io_uring would not wait for data of such a file.
+        fcntl_setfl(&file, flags & (OFlags::DIRECT | OFlags::NOATIME))?;
+        Ok(file)
+    }
+
+    /// The same, but waits for a lease to end: up to fs.lease-break-time, 45 s unless the host's administrator changes it.
+    pub fn open_waiting(self: &Arc<Self>, handles: &Handles, flags: OFlags) -> Result<OwnedFd> {
         match &*self.found(handles)? {
             Place::Fd(fd) => reopen(fd.as_fd(), flags),
             // Faster than by a descriptor that is kept, which takes a path in /proc.

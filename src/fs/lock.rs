@@ -218,7 +218,9 @@ impl PassthroughFs {
             return Ok(owner.file.clone());
         }
         let flags = rustix::fs::fcntl_getfl(handle.fd())? & OFlags::ACCMODE;
-        let file = Arc::new(reopen(handle.fd(), OFlags::RDWR).or_else(|_| reopen(handle.fd(), flags))?);
+        // Not to wait for the holder of a lease.
+        let open = |flags| reopen(handle.fd(), flags | OFlags::NONBLOCK);
+        let file = Arc::new(open(OFlags::RDWR).or_else(|_| open(flags))?);
         posix.owners.insert((node, owner), Owner { file: file.clone(), held: Vec::new() });
         Ok(file)
     }

@@ -368,7 +368,7 @@ impl<'a> Loader<'a> {
         if flags & OFlags::ACCMODE != OFlags::RDONLY {
             self.fs.writable()?;
         }
-        inode.open(&self.fs.places, flags | OFlags::NOCTTY)
+        inode.open_waiting(&self.fs.places, flags | OFlags::NOCTTY)
     }
 }
 

@@ -233,8 +233,11 @@ fn create_opens_what_is_there_unless_exclusive() {
     let (again, _) = create(libc::O_RDWR).unwrap();
     assert_eq!(again.nodeid, entry.nodeid);
     assert_eq!(s.host("f"), b"data");
+    // To be truncated by an OPEN, which can wait.
+    assert_eq!(create(libc::O_RDWR | libc::O_TRUNC).err(), Some(Errno::STALE));
+    assert_eq!(s.host("f"), b"data");
+    s.put("f", b"");
     create(libc::O_RDWR | libc::O_TRUNC).unwrap();
-    assert_eq!(s.host("f"), b"");
     symlink("/etc/passwd", s.dir.path().join("l")).unwrap();
     let link = s.fs.create(ROOT_ID, c"l", &CreateIn { flags: libc::O_RDWR as u32, ..Default::default() }, &me());
     assert_eq!(link.err(), Some(Errno::BADF));

@@ -313,12 +313,20 @@ impl<F: FileSystem + Send + Sync + 'static> Server<F> {
             }
             Opcode::Open => {
                 let args: OpenIn = request.take()?;
-                if args.flags & libc::O_TRUNC as u32 != 0 && fs.shrinks_wait() {
-                    return Ok(self.wait(move |fs| Ok(fs.open(node, &args)?.wait()?.as_bytes().to_vec())));
+                let elsewhere = move |fs: &F| Ok(fs.open_waiting(node, &args)?.wait()?.as_bytes().to_vec());
+                if args.flags & libc::O_TRUNC as u32 != 0 {
+                    match fs.truncates(node, None)? {
+                        Truncates::Here => {}
+                        Truncates::Slowly => return Ok(Done::Slow(self.apart(elsewhere))),
+                        Truncates::Waits => return Ok(self.wait(elsewhere)),
+                    }
                 }
-                match fs.open(node, &args)? {
-                    Served::Now(open) => reply.put(&open)?,
-                    Served::Later(hand) => return Ok(later(hand, |open| open.as_bytes().to_vec())),
+                match fs.open(node, &args) {
+                    Err(Errno::AGAIN) if args.flags & libc::O_NONBLOCK as u32 == 0 => return Ok(self.wait(elsewhere)),
+                    opened => match opened? {
+                        Served::Now(open) => reply.put(&open)?,
+                        Served::Later(hand) => return Ok(later(hand, |open| open.as_bytes().to_vec())),
+                    },
                 }
             }
             Opcode::Flush => {
@@ -330,8 +338,14 @@ impl<F: FileSystem + Send + Sync + 'static> Server<F> {
             Opcode::BatchForget => return self.batch_forget(request),
             Opcode::Setattr => {
                 let args: SetattrIn = request.take()?;
-                if args.valid & SetattrValid::SIZE.bits() != 0 && fs.shrinks_wait() {
-                    return Ok(self.wait(move |fs| Ok(fs.setattr(node, &args)?.as_bytes().to_vec())));
+                if args.valid & SetattrValid::SIZE.bits() != 0 {
+                    let fh = (args.valid & SetattrValid::FH.bits() != 0).then_some(args.fh);
+                    let elsewhere = move |fs: &F| Ok(fs.setattr(node, &args)?.as_bytes().to_vec());
+                    match fs.truncates(node, fh)? {
+                        Truncates::Here => {}
+                        Truncates::Slowly => return Ok(Done::Slow(self.apart(elsewhere))),
+                        Truncates::Waits => return Ok(self.wait(elsewhere)),
+                    }
                 }
                 reply.put(&fs.setattr(node, &args)?)?
             }
@@ -407,6 +421,10 @@ impl<F: FileSystem + Send + Sync + 'static> Server<F> {
                 let serve = move |fs: &F| fs.fallocate(node, &args).map(|()| Vec::new());
                 if fs.shrinks_wait() {
                     return Ok(self.wait(serve));
+                }
+                // It may wait for another daemon, as a truncation does.
+                if args.mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) as u32 != 0 {
+                    return Ok(Done::Slow(self.apart(serve)));
                 }
                 return self.perhaps_slow((node, args.fh), reply, serve);
             }

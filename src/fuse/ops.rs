@@ -147,8 +147,25 @@ pub enum Reading {
     Waits(OwnedFd),
 }
 
+/// Where a file may be truncated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Truncates {
+    /// On a queue's worker: nothing is taken away.
+    Here,
+    /// On another thread: it may wait for another daemon on this host, whose guest has the file mapped, for a second or two.
+    Slowly,
+    /// On another thread: it may wait for longer, or for this guest's own frontend.
+    Waits,
+}
+
 pub trait Files {
+    /// # Errors
+    /// EAGAIN where it would wait for the holder of a lease.
     fn open(&self, node: u64, open: &OpenIn) -> Result<Served<OpenOut>>;
+    /// The same, but waits.
+    fn open_waiting(&self, node: u64, open: &OpenIn) -> Result<Served<OpenOut>>;
+    /// Where this file is to be truncated to any size.
+    fn truncates(&self, node: u64, fh: Option<u64>) -> Result<Truncates>;
     fn create(&self, parent: u64, name: &CStr, create: &CreateIn, by: &Creator) -> Result<Served<Created>>;
     fn tmpfile(&self, parent: u64, create: &CreateIn, by: &Creator) -> Result<Served<Created>>;
     fn read(&self, node: u64, read: &ReadIn, to: &IoRange) -> Result<Reading>;
