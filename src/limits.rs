@@ -23,3 +23,59 @@ pub const DAEMON_MEMORY: u64 = 512 << 20;
 
 /// Threads of one daemon: a worker for each of the 64 queues, those that wait, and a dozen more.
 pub const DAEMON_THREADS: u64 = 1024;
+
+/// Chains of one queue that the device has at a time: the longest queue in descriptors. QEMU's VIRTQUEUE_MAX_SIZE, and what
+/// preadv2(2) takes at once (UIO_MAXIOV). Bounds what all below hold for a queue. A driver that offers a chain which the
+/// device has already breaks VIRTIO's rules: its queue ends until the device is reset.
+pub const CHAINS: u16 = 1024;
+
+/// Descriptors in one chain, those of an indirect table included. A driver may not make a chain longer than its queue (VIRTIO
+/// 1.3, section 2.7.5.3.1). A longer one is answered with EINVAL.
+pub const CHAIN_DESCRIPTORS: u32 = CHAINS as u32;
+
+/// Reads and writes of one queue that io_uring has at a time. A disk has no use for more, and each can hold 32 KiB: 16 bytes
+/// for each descriptor and each slice. The rest go to [`WORK_THREADS`].
+pub const URING_REQUESTS: usize = 128;
+
+/// Threads for requests that wait for the host's file system, over all queues. A disk has no use for more. Each costs some
+/// 50 KiB, and 32 KiB while it reads into a chain of [`CHAIN_DESCRIPTORS`]. Requests past that wait for a thread.
+pub const WORK_THREADS: usize = 128;
+
+/// Threads for requests that wait for other processes, but not for ever: truncations of mapped files, opens that break a lease.
+/// Requests past that wait for a thread.
+pub const OTHERS_THREADS: usize = 64;
+
+/// Requests that may wait for ever, each on a thread: those for a lock. As many processes of a guest can be blocked in
+/// fcntl(F_SETLKW) or flock(2); the next one gets EAGAIN.
+pub const LOCK_THREADS: usize = 256;
+
+/// Bytes of one READ or WRITE: what the daemon offers (1024 pages), for the largest pages of a guest (64 KiB). It bounds
+/// how long one request keeps its queue from being stopped. EINVAL past that.
+pub const DATA_BYTES: usize = 64 << 20;
+
+/// Bytes of the arguments of one request, the data of a WRITE apart: an xattr value of XATTR_SIZE_MAX (64 KiB), names, a security
+/// context (also an xattr value), rounded up. E2BIG past that; the rest of a BATCH_FORGET is not looked at.
+pub const ARGUMENT_BYTES: usize = 160 << 10;
+
+/// Bytes of a reply that is not in time and brings no data: CREATE's with its header is the longest, of 160 bytes. Of the buffers of
+/// such a request no more are kept.
+pub const LATE_REPLY_BYTES: usize = 256;
+
+/// Parts of one REMOVEMAPPING. Linux sends at most a page of them (FUSE_REMOVEMAPPING_MAX_ENTRY): 256 with pages of 4 KiB, so
+/// many with pages of 64 KiB. EINVAL past that.
+pub const REMOVED_PARTS: u32 = 4096;
+
+/// Bytes that are copied in the host at a time. Whoever stops or resets the queue waits for one such piece. The guest gets a short
+/// count then, which is allowed. Some 10 ms where it moves data at all.
+pub const COPY_PIECE: u64 = 16 << 20;
+
+/// What a copy does that begins when its queue is being stopped: a count of 0 would mean the end of the file.
+pub const SHORTEST_COPY: u64 = 64 << 10;
+
+/// Bytes of one copy: the most that the host's kernel does in a call.
+pub const COPY_BYTES: u64 = i32::MAX as u64;
+
+/// Bytes that the requests in flight of one queue take of the daemon's memory: the sum of what is said above, for
+/// [`URING_REQUESTS`], late replies (4 KiB for each of [`CHAINS`] if their buffers have one byte each), threads and jobs, and of the
+/// worker's buffers (4.4 MiB, most of it for a directory listing). Nothing is refused at it: a test holds it.
+pub const QUEUE_BYTES: usize = 20 << 20;

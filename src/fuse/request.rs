@@ -8,10 +8,7 @@ use zerocopy::{FromBytes, IntoBytes};
 use super::abi::*;
 use super::buf::{IoRange, IoVecs};
 use super::ops::{Creator, Result};
-
-/// Longest arguments of any request but WRITE's data and BATCH_FORGET's list: an xattr value of XATTR_SIZE_MAX
-/// (64 KiB), names, a security context (also an xattr value), rounded up.
-const MAX_ARGS: usize = 160 << 10;
+use crate::limits::ARGUMENT_BYTES;
 
 /// Arguments of a WRITE that come before its data, and where that is in the request.
 const WRITE_ARGS: usize = size_of::<WriteIn>();
@@ -41,14 +38,17 @@ impl<'a> Request<'a> {
         let args = match Opcode::from_u32(header.opcode) {
             Some(Opcode::Write) => body.min(WRITE_ARGS),
             // What is over the bound is not forgotten: it costs memory until the session ends, no more.
-            Some(Opcode::BatchForget) => body.min(MAX_ARGS),
+            Some(Opcode::BatchForget) => body.min(ARGUMENT_BYTES),
             _ => body,
         };
-        if args > MAX_ARGS {
+        if args > ARGUMENT_BYTES {
             return fail(Errno::TOOBIG);
         }
         scratch.resize(args, 0);
-        readable.read_at(size_of::<InHeader>(), scratch);
+        // What lies where it may not be touched is not there; the buffer has an earlier request's bytes.
+        if readable.read_at(size_of::<InHeader>(), scratch) < args {
+            return fail(Errno::FAULT);
+        }
         Ok(Self { header, args: scratch, readable, len })
     }
 
@@ -156,8 +156,26 @@ mod tests {
             let mut bad = request(Opcode::Lookup, b"a", Some(len));
             with(&mut bad, |r| assert_eq!(r.err(), Some((7, Errno::INVAL)), "{len}"));
         }
-        let mut big = request(Opcode::Lookup, &vec![0; MAX_ARGS + 1], None);
+        let mut big = request(Opcode::Lookup, &vec![0; ARGUMENT_BYTES + 1], None);
         with(&mut big, |r| assert_eq!(r.err(), Some((7, Errno::TOOBIG))));
+    }
+
+    #[test]
+    fn arguments_that_cannot_be_copied_are_not_taken_from_an_earlier_request() {
+        let mut scratch = Vec::new();
+        let mut read = |name: &[u8], near| {
+            let mut bytes = request(Opcode::Lookup, name, None);
+            let (head, args) = bytes.split_at_mut(size_of::<InHeader>() + 1);
+            let mut vecs = IoVecs::default();
+            // SAFETY: `bytes` outlives the list.
+            unsafe {
+                vecs.push(head.as_mut_ptr(), head.len(), true);
+                vecs.push(args.as_mut_ptr(), args.len(), near);
+            }
+            Request::read(&mut vecs, &mut scratch).map(|mut r| r.name().map(|name| name.to_owned()))
+        };
+        assert_eq!(read(b"secret\0", true), Ok(Ok(c"secret".to_owned())));
+        assert_eq!(read(b"public\0", false), Err((7, Errno::FAULT)));
     }
 
     #[test]
