@@ -11,6 +11,7 @@ use thruway::frontend::{Frontend, Options};
 use thruway::fs::{Config, PassthroughFs, proc_self_fd};
 use thruway::fuse::Server;
 use thruway::fuse::abi::*;
+use thruway::limits::LOCK_THREADS;
 use virtio_queue::desc::split::Descriptor;
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -25,7 +26,10 @@ struct Guest {
 
 impl Guest {
     fn new() -> Self {
-        let dir = tempfile::tempdir().unwrap();
+        Self::with(tempfile::tempdir().unwrap(), Options { queues: 3, ..Default::default() })
+    }
+
+    fn with(dir: TempDir, queues: Options) -> Self {
         std::fs::create_dir(dir.path().join("share")).unwrap();
         std::fs::write(dir.path().join("share/file"), b"contents").unwrap();
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -35,8 +39,7 @@ impl Guest {
         let listener = UnixListener::bind(dir.path().join("socket")).unwrap();
         let options = device::Options { request_queues: 2, ..Default::default() };
         std::thread::spawn(move || device::serve(listener, Arc::new(Server::new(fs)), options));
-        let options = Options { queues: 3, ..Default::default() };
-        let frontend = Frontend::connect(&dir.path().join("socket"), options).unwrap();
+        let frontend = Frontend::connect(&dir.path().join("socket"), queues).unwrap();
         frontend.fuse_init(u64::MAX).unwrap();
         Self { frontend, dir }
     }
@@ -151,4 +154,27 @@ fn a_waiting_lock_does_not_hold_up_its_queue() {
     guest.call(Opcode::Setlk, node, lock(a, 1, libc::F_UNLCK).as_bytes(), 0).unwrap();
     let done = guest.frontend.wait_for(1, waiting, LONG).unwrap();
     assert_eq!(OutHeader::ref_from_prefix(&done.data).unwrap().0.error, 0);
+}
+
+/// As many processes as may wait for a lock do so for ever: a sync, which takes a thread too, is served on.
+#[test]
+fn waiting_locks_hold_up_no_sync() {
+    // Not in /tmp, which may be in memory: nothing waits there.
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let guest = Guest::with(dir, Options { queues: 3, queue_size: 512, ..Default::default() });
+    let node = guest.lookup(b"file\0").unwrap();
+    let fh = guest.open(node);
+    let lock = |owner, kind: i32| {
+        let lk = FileLock { start: 0, end: i64::MAX as u64, kind: kind as u32, pid: 1 };
+        LkIn { fh, owner, lk, ..Default::default() }
+    };
+    guest.call(Opcode::Setlk, node, lock(1, libc::F_WRLCK).as_bytes(), 0).unwrap();
+    for owner in 0..LOCK_THREADS as u64 + 1 {
+        let (_, head) = guest.frontend.header(Opcode::Setlkw as u32, node, size_of::<LkIn>());
+        guest.frontend.submit(1, &[&head, lock(2 + owner, libc::F_WRLCK).as_bytes()], &[16]).unwrap();
+    }
+    let refused = guest.frontend.wait(1, LONG).unwrap();
+    assert_eq!(OutHeader::ref_from_prefix(&refused.data).unwrap().0.error, -libc::EAGAIN);
+    guest.call(Opcode::Fsync, node, FsyncIn { fh, ..Default::default() }.as_bytes(), 0).unwrap();
+    guest.is_served();
 }

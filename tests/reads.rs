@@ -48,7 +48,7 @@ impl Handler for Stub {
                 write: false,
                 long: false,
             }),
-            SLOW => Outcome::Slow(Box::new(move || {
+            SLOW => Outcome::Slow(Box::new(move |_| {
                 thread::sleep(Duration::from_millis(50));
                 empty()
             })),
@@ -171,7 +171,8 @@ fn a_cold_read_is_told_from_a_warm_one() {
         let mut to = IoVecs::default();
         // SAFETY: the buffer outlives the list.
         unsafe { to.push(data.as_mut_ptr(), data.len(), true) };
-        fs.read(node, &ReadIn { fh: open.fh, size: 1 << 17, ..Default::default() }, &to.range(0..1 << 17)).unwrap()
+        fs.read(node, &ReadIn { fh: open.fh, size: 1 << 17, ..Default::default() }, &to.range(0..1 << 17), false)
+            .unwrap()
     };
     // All of it, then the second half only.
     for missing in [0, 1 << 16] {

@@ -3,12 +3,14 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::AtomicBool;
 
 use rustix::fs::{Mode, OFlags};
 use tempfile::TempDir;
 use thruway::fs::{Config, PassthroughFs, proc_self_fd};
 use thruway::fuse::abi::*;
 use thruway::fuse::{Outcome, Server, Work};
+use thruway::limits::{DATA_BYTES, REMOVED_PARTS};
 use zerocopy::{FromBytes, IntoBytes};
 
 /// Counts the calling thread's allocations.
@@ -74,10 +76,21 @@ impl Guest {
         match self.server.handle(&mut self.work) {
             Outcome::Replied(n) => Some(n),
             Outcome::Silent => None,
-            Outcome::Deferred(wait) | Outcome::Slow(wait) => Some(wait().len()),
-            Outcome::Io(io) => Some(io.wait().len()),
+            Outcome::Deferred(wait) | Outcome::Lock(wait) => Some(self.late(&wait())),
+            Outcome::Slow(wait) => Some(self.late(&wait(&AtomicBool::new(false)))),
+            Outcome::Io(_) => {
+                self.work.waits = true;
+                let n = self.raw(room);
+                self.work.waits = false;
+                n
+            }
             Outcome::Handed(_) => unreachable!("there is no window"),
         }
+    }
+
+    fn late(&mut self, reply: &[u8]) -> usize {
+        self.reply[..reply.len()].copy_from_slice(reply);
+        reply.len()
     }
 
     /// Sends a request: the reply's body, or the errno.
@@ -224,6 +237,50 @@ fn unknown_requests_are_answered() {
     assert_eq!(guest.raw(0), None);
     guest.request.truncate(39);
     assert_eq!(guest.raw(100), Some(16));
+}
+
+#[test]
+fn a_message_has_so_many_parts() {
+    let mut guest = Guest::new(Config::default());
+    for (count, errno) in [(REMOVED_PARTS, libc::ENOSYS), (REMOVED_PARTS + 1, libc::EINVAL), (10_000, libc::EINVAL)] {
+        let parts = vec![0; 16 * count as usize];
+        let args = RemovemappingIn { count };
+        assert_eq!(guest.call(Opcode::Removemapping, 1, &[args.as_bytes(), &parts]), Err(errno), "{count}");
+    }
+    let read = ReadIn { size: DATA_BYTES as u32 + 1, ..Default::default() };
+    assert_eq!(guest.call(Opcode::Read, 1, &[read.as_bytes()]), Err(libc::EINVAL));
+    let write = WriteIn { size: DATA_BYTES as u32 + 1, ..Default::default() };
+    assert_eq!(guest.call(Opcode::Write, 1, &[write.as_bytes()]), Err(libc::EINVAL));
+    // As much as fits is forgotten.
+    let (args, parts) = (BatchForgetIn { count: 10_000, ..Default::default() }, vec![0; 16 * 10_000]);
+    guest.request = [&[0; 40], args.as_bytes(), &parts].concat();
+    let len = guest.request.len() as u32;
+    let header = InHeader { len, opcode: Opcode::BatchForget as u32, unique: 9, nodeid: 1, ..Default::default() };
+    guest.request[..40].copy_from_slice(header.as_bytes());
+    assert_eq!(guest.raw(100), None);
+}
+
+/// A copy of several pieces arrives whole, past the end of the file cut to it.
+#[test]
+fn a_long_copy_is_whole() {
+    let mut guest = Guest::new(Config::default());
+    let data: Vec<u8> = (0..40u32 << 20).map(|n| (n >> 8) as u8 ^ n as u8).collect();
+    std::fs::write(guest.dir.path().join("from"), &data).unwrap();
+    std::fs::write(guest.dir.path().join("to"), b"").unwrap();
+    let mut open = |name| {
+        let node = guest.lookup(name);
+        let open = OpenIn { flags: libc::O_RDWR as u32, open_flags: 0 };
+        let out = guest.call(Opcode::Open, node, &[open.as_bytes()]).unwrap();
+        (node, OpenOut::read_from_prefix(out).unwrap().0.fh)
+    };
+    let ((from, fh_in), (nodeid_out, fh_out)) = (open(b"from\0"), open(b"to\0"));
+    for (opcode, len) in [(Opcode::CopyFileRange, 33 << 20), (Opcode::CopyFileRange64, u64::MAX)] {
+        std::fs::write(guest.dir.path().join("to"), b"").unwrap();
+        let copy = CopyFileRangeIn { fh_in, off_in: 7, nodeid_out, fh_out, off_out: 0, len, flags: 0 };
+        guest.call(opcode, from, &[copy.as_bytes()]).unwrap();
+        let end = data.len().min(7usize.saturating_add(len as usize));
+        assert!(std::fs::read(guest.dir.path().join("to")).unwrap() == data[7..end], "{opcode:?}");
+    }
 }
 
 /// A small generator (xorshift64), so that a failure can be run again.

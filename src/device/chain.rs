@@ -8,10 +8,7 @@ use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryErr
 use super::dirty::is_mapped_file;
 use super::{LoadedMemory, Memory};
 use crate::fuse::Work;
-
-/// Most descriptors in one chain, those of an indirect table included. A driver may not make a chain longer than its
-/// queue (section 2.7.5.3.1), and no queue of this device is longer; it is also what one preadv2(2) takes.
-const MAX_DESCRIPTORS: u32 = super::MAX_QUEUE_SIZE as u32;
+use crate::limits::CHAIN_DESCRIPTORS;
 
 /// Size of a descriptor in memory, in bytes (section 2.7.5).
 const DESCRIPTOR_SIZE: u32 = 16;
@@ -155,6 +152,17 @@ pub fn write(mem: &Memory, segments: &[Segment], reply: &[u8]) -> Result<usize, 
     Ok(done)
 }
 
+/// The ranges that have the first `len` bytes.
+pub fn first(segments: &[Segment], len: usize) -> &[Segment] {
+    let mut room = 0;
+    let enough = |segment: &Segment| {
+        room += segment.len as usize;
+        room >= len
+    };
+    let end = segments.iter().position(enough).map_or(segments.len(), |last| last + 1);
+    &segments[..end]
+}
+
 /// Whether none of these bytes is of a mapped file.
 pub fn is_near(mem: &Memory, addr: GuestAddress, len: usize) -> bool {
     each_slice(mem, addr, len, near).is_ok()
@@ -190,7 +198,7 @@ struct Walk<'a> {
 impl<'a> Walk<'a> {
     fn new(mem: &'a Memory, table: Table, head: u16) -> Self {
         let (len, next) = (table.len.into(), Some(head.into()));
-        Walk { mem, table: table.addr, len, next, left: MAX_DESCRIPTORS, indirect: false }
+        Walk { mem, table: table.addr, len, next, left: CHAIN_DESCRIPTORS, indirect: false }
     }
 
     fn next(&mut self) -> Result<Option<Descriptor>, i32> {

@@ -37,10 +37,11 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::fuse::ops::FileSystem;
 use crate::fuse::{Outcome, Server, Work};
+use crate::limits;
 use crate::window::Window;
 use config::ConfigSpace;
 use dirty::DirtyLog;
-use pool::Pool;
+use pool::Pools;
 use queue::Workers;
 use ring::Vring;
 use shmem::Channel;
@@ -58,9 +59,6 @@ type GuestMemory = GuestMemoryAtomic<Memory>;
 
 /// A memory table that stays mapped.
 type LoadedMemory = GuestMemoryLoadGuard<Memory>;
-
-/// Longest virtqueue in descriptors: QEMU's VIRTQUEUE_MAX_SIZE and what preadv2(2) takes at once (UIO_MAXIOV).
-const MAX_QUEUE_SIZE: u16 = 1024;
 
 /// Most request queues: vhost-user-backend names the queues of a thread by a bit mask of 64 bits, and one bit is the high
 /// priority queue's.
@@ -157,9 +155,9 @@ pub enum Error {
 pub fn serve<H: Handler>(listener: UnixListener, handler: Arc<H>, options: Options) -> Result<(), Error> {
     options.check()?;
     let mut listener = Listener::from(listener);
-    let (waiting, pool) = (Arc::default(), Arc::default());
+    let (waiting, pools) = (Arc::default(), Arc::default());
     loop {
-        let device = Device::new(handler.clone(), &options, &waiting, &pool)?;
+        let device = Device::new(handler.clone(), &options, &waiting, &pools)?;
         match (device.serve(&mut listener), options.keep_alive) {
             (Ok(()), true) => tracing::info!("the frontend is gone, waiting for another"),
             (Err(e @ Error::Connection(_)), true) => tracing::warn!("{e}, waiting for another"),
@@ -200,7 +198,7 @@ impl<H: Handler> Device<H> {
         handler: Arc<H>,
         options: &Options,
         waiting: &Arc<AtomicUsize>,
-        pool: &Arc<Pool>,
+        pools: &Arc<Pools>,
     ) -> Result<Arc<Self>, Error> {
         let workers = Workers {
             handler,
@@ -208,7 +206,7 @@ impl<H: Handler> Device<H> {
             closing: AtomicBool::new(false),
             logging: AtomicBool::new(false),
             waiting: waiting.clone(),
-            pool: pool.clone(),
+            pools: pools.clone(),
             rings: options.rings.clone(),
             poll: options.poll,
         };
@@ -291,7 +289,7 @@ impl<H: Handler> VhostUserBackend for Device<H> {
     }
 
     fn max_queue_size(&self) -> usize {
-        MAX_QUEUE_SIZE.into()
+        limits::CHAINS.into()
     }
 
     fn features(&self) -> u64 {

@@ -7,20 +7,40 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
-/// Most jobs at a time, each on a thread of its own. It bounds what a guest can make the daemon spend: a waiting thread
-/// costs some 10 KiB; a guest with more processes blocked in fcntl(F_SETLKW) gets EAGAIN.
-const MAX_JOBS: usize = 256;
+use crate::limits;
 
-/// Stack of a thread in bytes: what waits is a system call with its arguments on the heap.
-const STACK: usize = 128 << 10;
+/// Stack of a thread in bytes: what waits is a system call with its arguments on the heap. Only what is used of it is there.
+const STACK: usize = 256 << 10;
 
 /// How long a thread stays that has nothing to do: a burst of syncs finds it, an idle daemon has none.
 const STAY: Duration = Duration::from_secs(5);
 
-type Job = Box<dyn FnOnce() + Send>;
+pub type Job = Box<dyn FnOnce() + Send>;
 
-#[derive(Default)]
+/// The threads for each kind of wait: none takes them from another.
+pub struct Pools {
+    /// For the host's file system alone.
+    pub work: Arc<Pool>,
+    /// For other processes or the frontend, some time.
+    pub others: Arc<Pool>,
+    /// For a lock, perhaps for ever.
+    pub locks: Arc<Pool>,
+}
+
+impl Default for Pools {
+    fn default() -> Self {
+        Self {
+            work: Pool::new(limits::WORK_THREADS, true),
+            others: Pool::new(limits::OTHERS_THREADS, true),
+            locks: Pool::new(limits::LOCK_THREADS, false),
+        }
+    }
+}
+
 pub struct Pool {
+    most: usize,
+    /// Jobs may wait for a thread.
+    queues: bool,
     state: Mutex<State>,
     come: Condvar,
 }
@@ -34,36 +54,44 @@ struct State {
 }
 
 impl Pool {
-    /// Runs a job. False if there are too many.
-    pub fn run(self: &Arc<Self>, job: Job) -> bool {
+    fn new(most: usize, queues: bool) -> Arc<Self> {
+        Arc::new(Self { most, queues, state: Mutex::default(), come: Condvar::new() })
+    }
+
+    /// Runs a job, at once or when a thread is free for it.
+    ///
+    /// # Errors
+    /// The job, if there is no thread for it and never will be.
+    pub fn run(self: &Arc<Self>, job: Job) -> Result<(), Job> {
         let mut state = self.state.lock();
-        if state.idle > state.jobs.len() {
-            state.jobs.push_back(job);
+        state.jobs.push_back(job);
+        if state.idle >= state.jobs.len() {
             self.come.notify_one();
-            return true;
-        }
-        if state.threads >= MAX_JOBS {
-            return false;
+            return Ok(());
         }
         let pool = self.clone();
         let thread = thread::Builder::new().name("thruway-wait".into()).stack_size(STACK);
-        let started = thread.spawn(move || {
-            job();
-            pool.work();
-        });
-        state.threads += usize::from(started.is_ok());
-        started.is_ok()
+        if state.threads < self.most && thread.spawn(move || pool.work()).is_ok() {
+            state.threads += 1;
+            state.idle += 1;
+            return Ok(());
+        }
+        if self.queues && state.threads > 0 {
+            return Ok(());
+        }
+        state.jobs.pop_back().map_or(Ok(()), Err)
     }
 
     fn work(&self) {
         while let Some(job) = self.next() {
             job();
+            self.state.lock().idle += 1;
         }
     }
 
+    /// The next job of a thread that counts as idle; it does not any more. None: the thread is to end.
     fn next(&self) -> Option<Job> {
         let mut state = self.state.lock();
-        state.idle += 1;
         if state.jobs.is_empty() {
             self.come.wait_for(&mut state, STAY);
         }
@@ -81,12 +109,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn threads_are_kept_and_no_job_waits_for_another() {
-        let pool = Arc::new(Pool::default());
+    fn threads_are_kept_and_jobs_wait_for_one() {
+        let pool = Pool::new(3, true);
         let (done, finished) = channel();
         for _ in 0..100 {
             let done = done.clone();
-            assert!(pool.run(Box::new(move || done.send(thread::current().id()).unwrap())));
+            assert!(pool.run(Box::new(move || done.send(thread::current().id()).unwrap())).is_ok());
             finished.recv().unwrap();
             while pool.state.lock().idle == 0 {
                 thread::yield_now();
@@ -95,13 +123,41 @@ mod tests {
         assert_eq!(pool.state.lock().threads, 1);
         let (go, wait) = channel::<()>();
         let wait = Arc::new(Mutex::new(wait));
-        for _ in 0..MAX_JOBS {
-            let wait = wait.clone();
-            assert!(pool.run(Box::new(move || {
+        let (count, mut ended) = (10, 0);
+        for _ in 0..count {
+            let (wait, done) = (wait.clone(), done.clone());
+            let job = move || {
                 let _ = wait.lock().recv();
-            })));
+                done.send(thread::current().id()).unwrap();
+            };
+            assert!(pool.run(Box::new(job)).is_ok());
         }
-        assert!(!pool.run(Box::new(|| {})));
+        assert_eq!(pool.state.lock().threads, 3);
         drop(go);
+        while ended < count {
+            finished.recv().unwrap();
+            ended += 1;
+        }
+    }
+
+    #[test]
+    fn what_may_not_wait_for_a_thread_comes_back() {
+        let pool = Pool::new(3, false);
+        let (go, wait) = channel::<()>();
+        let wait = Arc::new(Mutex::new(wait));
+        for _ in 0..3 {
+            let wait = wait.clone();
+            let job = move || {
+                let _ = wait.lock().recv();
+            };
+            assert!(pool.run(Box::new(job)).is_ok());
+        }
+        assert!(pool.run(Box::new(|| {})).is_err());
+        drop(go);
+        let all_idle = |state: &State| state.idle == 3 && state.jobs.is_empty();
+        while !all_idle(&pool.state.lock()) {
+            thread::yield_now();
+        }
+        assert!(pool.run(Box::new(|| {})).is_ok());
     }
 }

@@ -9,11 +9,11 @@ use vm_memory::GuestAddressSpace;
 
 use super::chain::{self, Loaded, Segment, Table};
 use super::poll::Poll;
-use super::pool::Pool;
+use super::pool::{Job, Pool, Pools};
 use super::ring::{Completion, Ring, Used};
 use super::uring::{Rings, Uring};
 use super::{GuestMemory, Handler, LoadedMemory};
-use crate::fuse::{Deferred, LateIo, Outcome, Work};
+use crate::fuse::{Deferred, LateIo, Outcome, Slow, Work};
 
 /// Most chains that are taken from a ring, and given back to it, at a time. Enough to spread the cost of the ring's lock
 /// and of a notification; few, because the driver works on what it has while the others are served: 4 did up to twice as
@@ -59,7 +59,7 @@ pub struct Workers<H> {
     pub logging: AtomicBool,
     /// How many requests wait that may do so for ever, over all connections.
     pub waiting: Arc<AtomicUsize>,
-    pub pool: Arc<Pool>,
+    pub pools: Arc<Pools>,
     pub rings: Arc<Rings>,
     /// Longest that a worker polls its ring.
     pub poll: Duration,
@@ -113,7 +113,7 @@ impl<H: Handler> Workers<H> {
             scratch.reap();
             let mem = self.mem.memory();
             let rest = scratch.poll.is_over();
-            let table = ring.exchange(&mem, &mut scratch.used, &mut scratch.heads, rest);
+            let table = ring.exchange(index, &mem, &mut scratch.used, &mut scratch.heads, rest);
             if scratch.heads.is_empty() {
                 if rest {
                     return scratch.poll.rest();
@@ -176,9 +176,16 @@ impl<H: Handler> Workers<H> {
         let started = match self.handler.handle(loaded.work) {
             Outcome::Replied(len) => return Some(len.min(loaded.work.writable.len())),
             Outcome::Silent => return Some(0),
-            Outcome::Deferred(wait) => self.defer(ring.promise(head, segments), ring, wait),
-            Outcome::Slow(wait) => self.pool.run(slow(ring, head, segments, wait)),
-            Outcome::Io(io) => self.io(ring, head, loaded, segments, uring, io),
+            Outcome::Deferred(wait) => self.defer(&self.pools.others, ring.promise(head, segments), ring, wait),
+            Outcome::Lock(wait) => self.defer(&self.pools.locks, ring.promise(head, segments), ring, wait),
+            Outcome::Slow(wait) => {
+                self.work(slow(ring.promise(head, segments), ring, wait));
+                true
+            }
+            Outcome::Io(io) => {
+                self.io(ring, head, loaded, segments, uring, io);
+                true
+            }
             Outcome::Handed(hand) => {
                 hand(Box::new(answer_later(ring.promise(head, segments), ring)));
                 true
@@ -187,18 +194,28 @@ impl<H: Handler> Workers<H> {
         if started { None } else { Some(loaded.refuse(libc::EAGAIN)) }
     }
 
-    /// Runs `wait` on a thread of its own, which may take for ever. False if there are too many.
-    fn defer(&self, completion: Completion, ring: &Arc<Ring>, wait: Deferred) -> bool {
+    /// Runs what waits for the host's file system alone.
+    fn work(&self, job: Job) {
+        // Where there can be no thread at all, the worker waits.
+        if let Err(job) = self.pools.work.run(job) {
+            job();
+        }
+    }
+
+    /// Runs `wait` on a thread of `pool`. Whoever stops the ring does not wait for it. False if there are too many.
+    fn defer(&self, pool: &Arc<Pool>, completion: Completion, ring: &Arc<Ring>, wait: Deferred) -> bool {
         let waits = Waits::new(&self.waiting);
         let answer = answer_later(completion, ring);
-        self.pool.run(Box::new(move || {
+        let job = move || {
             answer(wait());
             // The reply is with the ring before nothing seems to wait any more.
             drop(waits);
-        }))
+        };
+        pool.run(Box::new(job)).is_ok()
     }
 
-    /// Begins I/O that is not for the worker.
+    /// Begins I/O that is not for the worker: the kernel does it, or a thread. All that a thread needs before it begins is the
+    /// chain's head.
     fn io(
         &self,
         ring: &Arc<Ring>,
@@ -207,26 +224,43 @@ impl<H: Handler> Workers<H> {
         segments: &[Segment],
         uring: Option<&Mutex<Uring>>,
         io: LateIo,
-    ) -> bool {
-        let (mem, write, data) = (loaded.memory(), io.write, io.data());
-        let from = if write { &mut loaded.work.readable } else { &mut loaded.work.writable };
-        let begun = match uring {
-            Some(uring) => uring.lock().begin(io, from.range(data).as_slice(), head, segments, mem),
-            None => Err(io),
-        };
-        match begun {
-            Ok(()) => true,
-            Err(_) if write => false,
-            Err(io) => self.pool.run(slow(ring, head, segments, Box::new(|| io.wait()))),
+    ) {
+        let (mem, data) = (loaded.memory(), io.data());
+        let from = if io.write { &mut loaded.work.readable } else { &mut loaded.work.writable };
+        let begun = uring.is_some_and(|uring| uring.lock().begin(io, from.range(data).as_slice(), head, segments, mem));
+        if !begun {
+            self.work(self.anew(ring, head));
         }
+    }
+
+    /// A job that serves the request anew, a READ or WRITE, and waits for the host's file system.
+    fn anew(&self, ring: &Arc<Ring>, head: u16) -> Job {
+        let (handler, busy) = (self.handler.clone(), ring.occupy());
+        Box::new(move || {
+            let (mem, table) = busy.table();
+            let (mut work, mut segments) = (Work::default(), Vec::new());
+            work.waits = true;
+            let (mut loaded, fault) = chain::load(&mem, table, head, &mut work, &mut segments);
+            let outcome = fault.map(|()| handler.handle(loaded.work));
+            let written = match outcome {
+                Ok(Outcome::Replied(len)) => len.min(loaded.work.writable.len()),
+                Ok(Outcome::Silent) => 0,
+                // The guest has made another request of it meanwhile.
+                Ok(_) => loaded.refuse(libc::EINVAL),
+                Err(errno) => loaded.refuse(errno),
+            };
+            drop(loaded);
+            chain::mark_dirty(&mem, &segments, written);
+            busy.give_back(&mem, Used { head, len: u32::try_from(written).unwrap_or(u32::MAX) });
+        })
     }
 }
 
 /// A job that waits for the host's file system alone: whoever stops the ring waits for it too.
-fn slow(ring: &Arc<Ring>, head: u16, segments: &[Segment], wait: Deferred) -> Box<dyn FnOnce() + Send> {
-    let (mut completion, busy) = (ring.promise(head, segments), ring.occupy());
+fn slow(mut completion: Completion, ring: &Arc<Ring>, wait: Slow) -> Job {
+    let busy = ring.occupy();
     Box::new(move || {
-        completion.reply = wait();
+        completion.reply = wait(busy.stopping());
         busy.complete(completion);
     })
 }

@@ -1,5 +1,6 @@
 //! A vring with what this device adds to it: replies that come late, and a stop that waits for the worker.
 
+use std::fmt;
 use std::fs::File;
 use std::io;
 use std::sync::Arc;
@@ -13,16 +14,19 @@ use vm_memory::{GuestAddress, GuestAddressSpace};
 
 use super::chain::{self, Segment, Table};
 use super::queue::{BATCH, Scratch};
-use super::{GuestMemory, Memory};
+use super::{GuestMemory, LoadedMemory, Memory};
+use crate::limits;
 
 /// A virtqueue of this device, as vhost-user-backend handles it.
 #[derive(Clone)]
 pub struct Vring(pub Arc<Ring>);
 
-/// The state of a virtqueue. Locks are taken in the order `worker`, `late`, `vring`.
+/// The state of a virtqueue. Locks are taken in the order `worker`, `late`, `vring`, `heads`.
 pub struct Ring {
     mem: GuestMemory,
     vring: VringMutex<GuestMemory>,
+    /// Changed with `vring` locked.
+    heads: Mutex<Heads>,
     /// Held by the worker while it serves what it took from the ring; whoever stops the ring waits here.
     worker: Mutex<Option<Box<Scratch>>>,
     late: Mutex<Late>,
@@ -31,6 +35,53 @@ pub struct Ring {
     /// Jobs of [`Busy`], and a way to wait for their end.
     busy: Mutex<usize>,
     idle: Condvar,
+    /// Someone waits for the end of what was taken from the ring.
+    stopping: AtomicBool,
+}
+
+/// The chains that the device has.
+#[derive(Default)]
+struct Heads {
+    /// A bit for each head.
+    taken: [u64; limits::CHAINS as usize / 64],
+    /// The driver broke the rules: nothing more is taken.
+    ended: bool,
+}
+
+/// How a driver broke the rules (VIRTIO 1.3, section 2.7).
+#[derive(Debug)]
+enum Breach {
+    OutOfRange(u16),
+    InFlight(u16),
+    Index,
+}
+
+impl fmt::Display for Breach {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self {
+            Self::OutOfRange(head) => write!(f, "it offered chain {head}, which is beyond the descriptor table"),
+            Self::InFlight(head) => write!(f, "it offered chain {head}, which the device has"),
+            Self::Index => write!(f, "it offered more chains than the queue has room for"),
+        }
+    }
+}
+
+impl Heads {
+    fn take(&mut self, head: u16, size: u16) -> Result<(), Breach> {
+        let (word, bit) = (usize::from(head) / 64, 1 << (head % 64));
+        match self.taken.get_mut(word) {
+            Some(word) if head < size && *word & bit == 0 => *word |= bit,
+            Some(_) if head < size => return Err(Breach::InFlight(head)),
+            _ => return Err(Breach::OutOfRange(head)),
+        }
+        Ok(())
+    }
+
+    fn give_back(&mut self, head: u16) {
+        if let Some(word) = self.taken.get_mut(usize::from(head) / 64) {
+            *word &= !(1 << (head % 64));
+        }
+    }
 }
 
 /// The replies that did not come in their request's turn.
@@ -48,7 +99,7 @@ struct Late {
 pub struct Completion {
     epoch: u64,
     head: u16,
-    /// Guest addresses, as the memory table may change until the reply is there.
+    /// Guest addresses, as the memory table may change until the reply is there. Enough for the longest reply.
     segments: Vec<Segment>,
     pub reply: Vec<u8>,
 }
@@ -72,18 +123,30 @@ impl Ring {
     /// Gives `used` back to the driver, notifies it if it wants that, and takes up to [`BATCH`] chain heads.
     /// Returns the descriptor table that the heads refer to.
     ///
-    /// If there is nothing to take and the worker is to `rest`, the driver will notify of the next chain.
-    pub fn exchange(&self, mem: &Memory, used: &mut Vec<Used>, heads: &mut Vec<u16>, rest: bool) -> Table {
+    /// If there is nothing to take and the worker is to `rest`, the driver will notify of the next chain. `index`: the queue's.
+    pub fn exchange(
+        &self,
+        index: usize,
+        mem: &Memory,
+        used: &mut Vec<Used>,
+        heads: &mut Vec<u16>,
+        rest: bool,
+    ) -> Table {
         let mut state = self.vring.get_mut();
         self.publish(&mut state, mem, used);
-        let live = live(&state) && is_near(&state, mem);
-        let queue = state.get_queue_mut();
-        if live {
-            // Of errors there is no one to tell: a ring whose memory is gone, or whose index is absurd, rests until
-            // the next kick.
-            let _ = take(queue, mem, heads, rest);
+        let mut taken = self.heads.lock();
+        if live(&state)
+            && !taken.ended
+            && is_near(&state, mem)
+            && let Err(breach) = take(state.get_queue_mut(), mem, &mut taken, heads, rest)
+        {
+            taken.ended = true;
+            tracing::error!(
+                "the guest's driver broke VIRTIO's rules on queue {index}: {breach}: the queue rests until the guest resets \
+                 the device"
+            );
         }
-        Table { addr: GuestAddress(queue.desc_table()), len: queue.size() }
+        table(&state)
     }
 
     /// Whether there are chains to be taken.
@@ -103,10 +166,14 @@ impl Ring {
             return;
         }
         let queue = state.get_queue_mut();
+        let mut heads = self.heads.lock();
         for done in used.drain(..) {
-            // Fails for a head out of range, which cannot be given back, or if the ring's memory is gone.
+            // Before the driver sees it: it may offer the head again at once.
+            heads.give_back(done.head);
+            // Fails if the ring's memory is gone.
             let _ = queue.add_used(mem, done.head, done.len);
         }
+        drop(heads);
         if queue.needs_notification(mem).unwrap_or(true) {
             self.notify(state);
         }
@@ -121,7 +188,8 @@ impl Ring {
 
     /// What a reply to the chain at `head` needs to find its way. To be called by the worker while it serves the chain.
     pub fn promise(&self, head: u16, segments: &[Segment]) -> Completion {
-        Completion { epoch: self.late.lock().epoch, head, segments: segments.to_vec(), reply: Vec::new() }
+        let segments = chain::first(segments, limits::LATE_REPLY_BYTES).to_vec();
+        Completion { epoch: self.late.lock().epoch, head, segments, reply: Vec::new() }
     }
 
     /// Delivers a late reply, now or when the ring runs again; drops it if the ring's session is over.
@@ -162,6 +230,7 @@ impl Ring {
     /// Waits until the worker, the kernel and other threads are done with what was taken from the ring, and keeps the
     /// worker out.
     fn rest(&self) -> MutexGuard<'_, Option<Box<Scratch>>> {
+        self.stopping.store(true, Ordering::Relaxed);
         let mut worker = self.worker.lock();
         if let Some(scratch) = &mut *worker {
             self.flush(&self.mem.memory(), scratch.finish());
@@ -171,6 +240,7 @@ impl Ring {
             self.idle.wait(&mut busy);
         }
         drop(busy);
+        self.stopping.store(false, Ordering::Relaxed);
         worker
     }
 
@@ -193,7 +263,8 @@ impl Ring {
         };
         drop(self.rest());
         let mut late = self.late.lock();
-        if was_ready {
+        // A queue that has ended does not go on.
+        if was_ready && !self.heads.lock().ended {
             late.stopped = Some(self.snapshot());
         }
     }
@@ -202,13 +273,24 @@ impl Ring {
     /// driver a ring can't look like the one that was stopped with replies outstanding, even if the indices
     /// have wrapped around: its used index equals its available index.
     fn start(&self) {
+        let mut worker = self.worker.lock();
         let mut late = self.late.lock();
         if late.stopped.take() != Some(self.snapshot()) {
-            late.epoch += 1;
-            late.held.clear();
+            self.forget(&mut worker, &mut late);
         }
+        drop(worker);
         self.vring.set_queue_ready(true);
         self.deliver(&mut late);
+    }
+
+    /// Begins another session: of the one before, nothing goes back to the driver.
+    fn forget(&self, worker: &mut Option<Box<Scratch>>, late: &mut Late) {
+        *late = Late { epoch: late.epoch + 1, ..Late::default() };
+        if let Some(scratch) = worker {
+            // There is something where the ring's memory was gone.
+            scratch.finish().clear();
+        }
+        *self.heads.lock() = Heads::default();
     }
 
     fn snapshot(&self) -> QueueState {
@@ -218,9 +300,9 @@ impl Ring {
     /// Forgets the session: the ring rests until it is set up again, and replies under way are dropped.
     pub fn reset(&self) {
         self.vring.set_queue_ready(false);
-        drop(self.rest());
-        let mut late = self.late.lock();
-        *late = Late { epoch: late.epoch + 1, ..Late::default() };
+        let mut worker = self.rest();
+        self.forget(&mut worker, &mut self.late.lock());
+        drop(worker);
         self.owed.store(false, Ordering::Relaxed);
         self.vring.set_kick(None);
         self.vring.set_call(None);
@@ -231,6 +313,24 @@ impl Ring {
 pub struct Busy(Arc<Ring>);
 
 impl Busy {
+    /// Whether someone waits for its end.
+    pub fn stopping(&self) -> &AtomicBool {
+        &self.0.stopping
+    }
+
+    /// The guest's memory and the queue's descriptor table.
+    pub fn table(&self) -> (LoadedMemory, Table) {
+        (self.0.mem.memory(), table(&self.0.vring.get_ref()))
+    }
+
+    /// Gives the chain back.
+    pub fn give_back(self, mem: &Memory, used: Used) {
+        // The session is the one in which it was taken: it does not end while the ring is busy. The lock keeps those out who
+        // disable the ring.
+        let _late = self.0.late.lock();
+        self.0.publish(&mut self.0.vring.get_mut(), mem, &mut vec![used]);
+    }
+
     /// Delivers its reply.
     pub fn complete(self, completion: Completion) {
         let ring = &self.0;
@@ -270,14 +370,34 @@ fn is_near(state: &VringState<GuestMemory>, mem: &Memory) -> bool {
         .all(|(addr, len)| chain::is_near(mem, GuestAddress(addr), len))
 }
 
-fn take(queue: &mut Queue, mem: &Memory, heads: &mut Vec<u16>, rest: bool) -> Result<(), QueueError> {
-    queue.disable_notification(mem)?;
-    loop {
-        heads.extend(queue.iter(mem)?.take(BATCH).map(|chain| chain.head_index()));
-        // The second look is for a chain that came before the driver saw that notifications are wanted.
-        if !heads.is_empty() || !rest || !queue.enable_notification(mem)? {
-            return Ok(());
+fn table(state: &VringState<GuestMemory>) -> Table {
+    let queue = state.get_queue();
+    Table { addr: GuestAddress(queue.desc_table()), len: queue.size() }
+}
+
+/// Takes chains, as far as the driver keeps to the rules.
+fn take(queue: &mut Queue, mem: &Memory, taken: &mut Heads, heads: &mut Vec<u16>, rest: bool) -> Result<(), Breach> {
+    let size = queue.size();
+    let mut look = || -> Result<Result<(), Breach>, QueueError> {
+        queue.disable_notification(mem)?;
+        loop {
+            for chain in queue.iter(mem)?.take(BATCH) {
+                if let Err(breach) = taken.take(chain.head_index(), size) {
+                    return Ok(Err(breach));
+                }
+                heads.push(chain.head_index());
+            }
+            // The second look is for a chain that came before the driver saw that notifications are wanted.
+            if !heads.is_empty() || !rest || !queue.enable_notification(mem)? {
+                return Ok(Ok(()));
+            }
         }
+    };
+    match look() {
+        Err(QueueError::InvalidAvailRingIndex) => Err(Breach::Index),
+        // Of other errors there is no one to tell: a ring whose memory is gone rests until the next kick.
+        Err(_) => Ok(()),
+        Ok(taken) => taken,
     }
 }
 
@@ -293,12 +413,14 @@ impl VringT<GuestMemory> for Vring {
     fn new(mem: GuestMemory, max_queue_size: u16) -> Result<Self, QueueError> {
         Ok(Self(Arc::new(Ring {
             vring: VringMutex::new(mem.clone(), max_queue_size)?,
+            heads: Mutex::default(),
             mem,
             worker: Mutex::default(),
             late: Mutex::default(),
             owed: AtomicBool::new(false),
             busy: Mutex::default(),
             idle: Condvar::new(),
+            stopping: AtomicBool::new(false),
         })))
     }
 

@@ -18,10 +18,11 @@ use super::chain::{self, Segment};
 use super::ring::Used;
 use crate::fuse::LateIo;
 use crate::fuse::buf::IOV_MAX;
+use crate::limits::URING_REQUESTS;
 
-/// Entries of a ring's submission queue. Each is submitted at once, so one would do; the kernel gives the completion
-/// queue twice as many and keeps what does not fit.
-const ENTRIES: u32 = 64;
+/// Entries of a ring's submission queue. Each is submitted at once, so one would do; the completion queue has twice as many,
+/// and so room for all that is under way.
+const ENTRIES: u32 = URING_REQUESTS as u32 / 2;
 
 /// The rings: one for each request queue, as far as there are CPUs to keep them busy.
 pub struct Rings(Vec<Arc<Mutex<Uring>>>);
@@ -96,17 +97,10 @@ impl Uring {
         let _ = self.done.read();
     }
 
-    /// Begins I/O with `data`, the part of a chain's slices that is for it; the I/O comes back if it cannot be begun.
-    pub fn begin(
-        &mut self,
-        io: LateIo,
-        data: &[iovec],
-        head: u16,
-        segments: &[Segment],
-        mem: LoadedMemory,
-    ) -> Result<(), LateIo> {
-        if data.is_empty() || data.len() > IOV_MAX {
-            return Err(io);
+    /// Begins I/O with `data`, the part of a chain's slices that is for it. False if it cannot be begun, or enough is under way.
+    pub fn begin(&mut self, io: LateIo, data: &[iovec], head: u16, segments: &[Segment], mem: LoadedMemory) -> bool {
+        if data.is_empty() || data.len() > IOV_MAX || self.under_way.len() >= URING_REQUESTS {
+            return false;
         }
         let iovecs = data.to_vec();
         let (fd, base, count) = (types::Fd(io.file.as_raw_fd()), iovecs.as_ptr(), iovecs.len() as u32);
@@ -120,13 +114,13 @@ impl Uring {
         // seen; `drop` waits for all of them.
         let pushed = unsafe { self.ring.submission().push(&entry.user_data(self.next)) };
         if pushed.is_err() {
-            return Err(io);
+            return false;
         }
         self.under_way.insert(self.next, UnderWay { head, segments: segments.to_vec(), _iovecs: iovecs, io, mem });
         self.next += 1;
         // What could not be submitted now is by the next call, at the latest by `finish`.
         let _ = self.ring.submit();
-        Ok(())
+        true
     }
 
     /// Puts what is done into `used`.

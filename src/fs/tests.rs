@@ -82,7 +82,7 @@ impl Share {
             // SAFETY: the parts outlive the list.
             unsafe { vecs.push(part.as_mut_ptr(), part.len(), true) };
         }
-        let reading = self.fs.read(node, &ReadIn { fh, offset, ..Default::default() }, &vecs.range(0..size))?;
+        let reading = self.fs.read(node, &ReadIn { fh, offset, ..Default::default() }, &vecs.range(0..size), false)?;
         let Reading::Done(n) = reading else { panic!("what was written just now is in memory") };
         a.extend(b);
         a.truncate(n);

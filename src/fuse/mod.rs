@@ -12,7 +12,7 @@ mod state;
 use std::ops::{ControlFlow, Range};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use rustix::io::Errno;
 use zerocopy::IntoBytes;
@@ -23,6 +23,8 @@ use metrics::Counters;
 use ops::*;
 use reply::Reply;
 use request::Request;
+
+use crate::limits::{COPY_BYTES, COPY_PIECE, DATA_BYTES, REMOVED_PARTS, SHORTEST_COPY};
 
 /// Largest WRITE and READ that is offered, in bytes. The guest lowers it to what its virtqueue's descriptors carry
 /// (fs/fuse/virtio_fs.c, max_pages_limit), and a queue has 1024 of them, each a page.
@@ -59,12 +61,17 @@ pub struct Work {
     pub crowded: bool,
     /// It was a READ or a WRITE, by the handler.
     pub data: bool,
+    /// The thread may wait for the host's file system. Only READ and WRITE are served so.
+    pub waits: bool,
     args: Vec<u8>,
     out: Vec<u8>,
 }
 
 /// A request that would wait: run it on another thread; it returns the whole reply, header included.
 pub type Deferred = Box<dyn FnOnce() -> Vec<u8> + Send>;
+
+/// As that, and it may end early once the flag is set: someone waits for it.
+pub type Slow = Box<dyn FnOnce(&AtomicBool) -> Vec<u8> + Send>;
 
 /// A request that another thread serves: hands it over with what takes the whole reply, header included.
 pub type Handed = Box<dyn FnOnce(Box<dyn FnOnce(Vec<u8>) + Send>) + Send>;
@@ -97,17 +104,6 @@ impl LateIo {
         let header = OutHeader { len: size_of::<OutHeader>() as u32 + rest, error: result.min(0), unique: self.unique };
         ([header.as_bytes(), body].concat(), header.len)
     }
-
-    /// Reads, which waits; the whole reply, header included.
-    pub fn wait(self) -> Vec<u8> {
-        let start = size_of::<OutHeader>();
-        let mut reply = vec![0; start + self.size.min(MAX_WRITE as usize)];
-        let result = rustix::io::pread(&self.file, &mut reply[start..], self.offset);
-        let (head, len) = self.reply(result.map_or_else(|e| -e.raw_os_error(), |n| n as i32));
-        reply[..start].copy_from_slice(&head);
-        reply.truncate(len as usize);
-        reply
-    }
 }
 
 /// What became of a request.
@@ -116,17 +112,24 @@ pub enum Outcome {
     Replied(usize),
     /// There is nothing to answer, or nowhere to answer to: return the chain with length 0.
     Silent,
-    /// The reply comes later: it waits for other processes or the frontend.
+    /// The reply comes later: it waits for other processes or the frontend, not for ever.
     Deferred(Deferred),
+    /// As that, and it may wait for ever.
+    Lock(Deferred),
     /// The reply comes later: it waits for the host's file system alone.
-    Slow(Deferred),
+    Slow(Slow),
     /// As that, for data: what is read belongs behind the room for the reply's header, and what is written ends the
-    /// request. A write comes only where [`Work::crowded`] says so.
+    /// request. A write comes only where [`Work::crowded`] says so. Who cannot do it hands the request in again with
+    /// [`Work::waits`], with which this never comes.
     Io(LateIo),
     Handed(Handed),
 }
 
 type Body = Box<dyn FnOnce() -> Result<Vec<u8>> + Send>;
+type SlowBody = Box<dyn FnOnce(&AtomicBool) -> Result<Vec<u8>> + Send>;
+
+/// [`Work::crowded`] and [`Work::waits`].
+type How = (bool, bool);
 
 /// How an operation ended that did not fail.
 enum Done {
@@ -134,8 +137,10 @@ enum Done {
     Silent,
     /// It makes the reply's body, on a thread of its own.
     Wait(Body),
+    /// As that, perhaps never.
+    Lock(Body),
     /// As that, and waits for the host's file system alone.
-    Slow(Body),
+    Slow(SlowBody),
     Io(LateIo),
     /// The reply's body comes from another thread.
     Hand(Handover<Vec<u8>>),
@@ -154,7 +159,7 @@ impl<F: FileSystem + Send + Sync + 'static> Server<F> {
     /// Serves the request in `work`. Never panics, whatever the guest wrote.
     pub fn handle(&self, work: &mut Work) -> Outcome {
         self.fs.enter_thread();
-        let Work { readable, writable, crowded, data, args, out } = work;
+        let Work { readable, writable, crowded, data, waits, args, out } = work;
         *data = false;
         let mut reply = Reply::new(writable, out);
         let request = match Request::read(readable, args) {
@@ -163,11 +168,15 @@ impl<F: FileSystem + Send + Sync + 'static> Server<F> {
         };
         let unique = request.header.unique;
         *data = [Opcode::Read as u32, Opcode::Write as u32].contains(&request.header.opcode);
-        match self.dispatch(request, &mut reply, *crowded) {
+        if *waits && !*data {
+            return reply.fail(unique, Errno::INVAL);
+        }
+        match self.dispatch(request, &mut reply, (*crowded, *waits)) {
             Ok(Done::Reply) => reply.finish(unique),
             Ok(Done::Silent) => Outcome::Silent,
             Ok(Done::Wait(wait)) => Outcome::Deferred(Box::new(move || late_reply(unique, wait()))),
-            Ok(Done::Slow(wait)) => Outcome::Slow(Box::new(move || late_reply(unique, wait()))),
+            Ok(Done::Lock(wait)) => Outcome::Lock(Box::new(move || late_reply(unique, wait()))),
+            Ok(Done::Slow(wait)) => Outcome::Slow(Box::new(move |stop| late_reply(unique, wait(stop)))),
             Ok(Done::Io(io)) => Outcome::Io(io),
             Ok(Done::Hand(hand)) => {
                 Outcome::Handed(Box::new(move |take| hand(Box::new(move |result| take(late_reply(unique, result))))))
@@ -195,6 +204,12 @@ impl<F: FileSystem + Send + Sync + 'static> Server<F> {
         })
     }
 
+    /// As [`apart`](Self::apart), for what waits for the host's file system alone and cannot end early.
+    fn slowly(&self, serve: impl FnOnce(&F) -> Result<Vec<u8>> + Send + 'static) -> Done {
+        let body = self.apart(serve);
+        Done::Slow(Box::new(|_| body()))
+    }
+
     /// Serves a request that may wait for the file system on which the file `fh` lies: here, or on a thread of its own.
     fn perhaps_slow(
         &self,
@@ -203,7 +218,7 @@ impl<F: FileSystem + Send + Sync + 'static> Server<F> {
         serve: impl FnOnce(&F) -> Result<Vec<u8>> + Send + 'static,
     ) -> Result<Done> {
         if self.fs.waits(node, fh) {
-            return Ok(Done::Slow(self.apart(serve)));
+            return Ok(self.slowly(serve));
         }
         reply.bytes(&serve(&self.fs)?)?;
         Ok(Done::Reply)
@@ -213,7 +228,7 @@ impl<F: FileSystem + Send + Sync + 'static> Server<F> {
         self.session.load(Ordering::Acquire) & flag.bits() != 0
     }
 
-    fn dispatch(&self, mut request: Request, reply: &mut Reply, crowded: bool) -> Result<Done> {
+    fn dispatch(&self, mut request: Request, reply: &mut Reply, how: How) -> Result<Done> {
         let header = request.header;
         let opcode = Opcode::from_u32(header.opcode);
         tracing::trace!(?opcode, raw = header.opcode, nodeid = header.nodeid, unique = header.unique, "request");
@@ -228,7 +243,7 @@ impl<F: FileSystem + Send + Sync + 'static> Server<F> {
                 _ => Err(Errno::IO),
             };
         }
-        self.serve(opcode, &mut request, reply, crowded)
+        self.serve(opcode, &mut request, reply, how)
     }
 
     fn init(&self, request: &mut Request, reply: &mut Reply) -> Result<Done> {
@@ -274,9 +289,10 @@ impl<F: FileSystem + Send + Sync + 'static> Server<F> {
         })))
     }
 
-    fn serve(&self, opcode: Opcode, request: &mut Request, reply: &mut Reply, crowded: bool) -> Result<Done> {
+    fn serve(&self, opcode: Opcode, request: &mut Request, reply: &mut Reply, how: How) -> Result<Done> {
         let fs = &self.fs;
         let node = request.header.nodeid;
+        let (crowded, waits) = how;
         match opcode {
             Opcode::Lookup => reply.put(&fs.lookup(node, request.name()?)?)?,
             Opcode::Getattr => {
@@ -285,7 +301,7 @@ impl<F: FileSystem + Send + Sync + 'static> Server<F> {
             }
             Opcode::Read => {
                 let args: ReadIn = request.take()?;
-                let (unique, size, offset) = (request.header.unique, args.size as usize, args.offset);
+                let (unique, size, offset) = (request.header.unique, data_len(args.size)?, args.offset);
                 let io = |file, long| Ok(Done::Io(LateIo { unique, file, offset, size, write: false, long }));
                 if crowded
                     && size >= LARGE
@@ -293,13 +309,13 @@ impl<F: FileSystem + Send + Sync + 'static> Server<F> {
                 {
                     return io(file, true);
                 }
-                if let Reading::Waits(file) = reply.fill(size, |to| fs.read(node, &args, to))? {
+                if let Reading::Waits(file) = reply.fill(size, |to| fs.read(node, &args, to, waits))? {
                     return io(file, false);
                 }
             }
             Opcode::Write => {
                 let args: WriteIn = request.take()?;
-                let (unique, size, offset) = (request.header.unique, args.size as usize, args.offset);
+                let (unique, size, offset) = (request.header.unique, data_len(args.size)?, args.offset);
                 if crowded
                     && size >= LARGE
                     && request.data(size)?.as_slice().len() <= buf::IOV_MAX
@@ -307,7 +323,7 @@ impl<F: FileSystem + Send + Sync + 'static> Server<F> {
                 {
                     return Ok(Done::Io(LateIo { unique, file, offset, size, write: true, long: true }));
                 }
-                let from = request.data(args.size as usize)?;
+                let from = request.data(size)?;
                 let size = fs.write(node, &args, &from)? as u32;
                 reply.put(&WriteOut { size, padding: 0 })?
             }
@@ -317,7 +333,7 @@ impl<F: FileSystem + Send + Sync + 'static> Server<F> {
                 if args.flags & libc::O_TRUNC as u32 != 0 {
                     match fs.truncates(node, None)? {
                         Truncates::Here => {}
-                        Truncates::Slowly => return Ok(Done::Slow(self.apart(elsewhere))),
+                        Truncates::Slowly => return Ok(self.slowly(elsewhere)),
                         Truncates::Waits => return Ok(self.wait(elsewhere)),
                     }
                 }
@@ -343,7 +359,7 @@ impl<F: FileSystem + Send + Sync + 'static> Server<F> {
                     let elsewhere = move |fs: &F| Ok(fs.setattr(node, &args)?.as_bytes().to_vec());
                     match fs.truncates(node, fh)? {
                         Truncates::Here => {}
-                        Truncates::Slowly => return Ok(Done::Slow(self.apart(elsewhere))),
+                        Truncates::Slowly => return Ok(self.slowly(elsewhere)),
                         Truncates::Waits => return Ok(self.wait(elsewhere)),
                     }
                 }
@@ -422,9 +438,10 @@ impl<F: FileSystem + Send + Sync + 'static> Server<F> {
                 if fs.shrinks_wait() {
                     return Ok(self.wait(serve));
                 }
-                // It may wait for another daemon, as a truncation does.
-                if args.mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) as u32 != 0 {
-                    return Ok(Done::Slow(self.apart(serve)));
+                // It may wait for another daemon, as a truncation does, or take long even in memory.
+                let removes = args.mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) as u32 != 0;
+                if removes || args.length > COPY_PIECE {
+                    return Ok(self.slowly(serve));
                 }
                 return self.perhaps_slow((node, args.fh), reply, serve);
             }
@@ -432,23 +449,23 @@ impl<F: FileSystem + Send + Sync + 'static> Server<F> {
                 let args: LseekIn = request.take()?;
                 reply.put(&LseekOut { offset: fs.lseek(node, args.fh, args.offset, args.whence)? })?
             }
-            Opcode::CopyFileRange => {
-                // The reply counts in 32 bits.
-                let mut args: CopyFileRangeIn = request.take()?;
-                args.len = args.len.min(u64::from(u32::MAX >> 1));
-                return self.perhaps_slow((node, args.fh_in), reply, move |fs| {
-                    let size = fs.copy_file_range(node, &args)? as u32;
-                    Ok(WriteOut { size, padding: 0 }.as_bytes().to_vec())
-                });
-            }
-            Opcode::CopyFileRange64 => {
+            Opcode::CopyFileRange | Opcode::CopyFileRange64 => {
                 let args: CopyFileRangeIn = request.take()?;
-                return self.perhaps_slow((node, args.fh_in), reply, move |fs| {
-                    let bytes_copied = fs.copy_file_range(node, &args)? as u64;
-                    Ok(CopyFileRangeOut { bytes_copied }.as_bytes().to_vec())
-                });
+                let args = CopyFileRangeIn { len: args.len.min(COPY_BYTES), ..args };
+                let body = move |bytes_copied: u64| match opcode {
+                    Opcode::CopyFileRange => WriteOut { size: bytes_copied as u32, padding: 0 }.as_bytes().to_vec(),
+                    _ => CopyFileRangeOut { bytes_copied }.as_bytes().to_vec(),
+                };
+                if args.len > COPY_PIECE || fs.waits(node, args.fh_in) {
+                    let fs = fs.clone();
+                    return Ok(Done::Slow(Box::new(move |stop| {
+                        fs.enter_thread();
+                        copy(&args, stop, |piece| fs.copy_file_range(node, piece)).map(body)
+                    })));
+                }
+                reply.bytes(&body(fs.copy_file_range(node, &args)? as u64))?
             }
-            Opcode::Syncfs => return Ok(Done::Slow(self.apart(move |fs| fs.syncfs(node).map(|()| Vec::new())))),
+            Opcode::Syncfs => return Ok(self.slowly(move |fs| fs.syncfs(node).map(|()| Vec::new()))),
             Opcode::Opendir => {
                 let args: OpenIn = request.take()?;
                 reply.put(&fs.opendir(node, args.flags)?)?
@@ -487,7 +504,7 @@ impl<F: FileSystem + Send + Sync + 'static> Server<F> {
             Opcode::Setlk | Opcode::Setlkw => {
                 let wait = opcode == Opcode::Setlkw;
                 if let ControlFlow::Break(wait) = fs.setlk(node, request.header.unique, &request.take()?, wait)? {
-                    return Ok(Done::Wait(Box::new(|| wait().map(|()| Vec::new()))));
+                    return Ok(Done::Lock(Box::new(|| wait().map(|()| Vec::new()))));
                 }
             }
             Opcode::Interrupt => {
@@ -505,7 +522,9 @@ impl<F: FileSystem + Send + Sync + 'static> Server<F> {
             Opcode::Setupmapping => return Ok(later(fs.setupmapping(node, &request.take()?)?, |()| Vec::new())),
             Opcode::Removemapping => {
                 let args: RemovemappingIn = request.take()?;
-                // Each is there, or the request is too short: so the length of the request bounds the count.
+                if args.count > REMOVED_PARTS {
+                    return Err(Errno::INVAL);
+                }
                 let parts = (0..args.count).map(|_| request.take()).collect::<Result<Vec<_>>>()?;
                 return Ok(later(fs.removemapping(&parts)?, |()| Vec::new()));
             }
@@ -583,8 +602,99 @@ fn init_out(compat: &InitInCompat, flags: InitFlags, map_alignment: u16) -> Init
     }
 }
 
+/// The length of a READ or WRITE.
+fn data_len(size: u32) -> Result<usize> {
+    if size as usize > DATA_BYTES { Err(Errno::INVAL) } else { Ok(size as usize) }
+}
+
+/// Copies in pieces, and ends early once `stop` is set: a short count is no error.
+fn copy(
+    args: &CopyFileRangeIn,
+    stop: &AtomicBool,
+    mut copy: impl FnMut(&CopyFileRangeIn) -> Result<usize>,
+) -> Result<u64> {
+    let mut done = 0;
+    loop {
+        let stopping = stop.load(Ordering::Relaxed);
+        if stopping && done > 0 {
+            return Ok(done);
+        }
+        let most = if stopping { SHORTEST_COPY } else { COPY_PIECE };
+        let at = |offset: u64| offset.checked_add(done).ok_or(Errno::INVAL);
+        let len = (args.len - done).min(most);
+        let piece =
+            at(args.off_in).and_then(|off_in| Ok(CopyFileRangeIn { off_in, off_out: at(args.off_out)?, len, ..*args }));
+        match piece.and_then(|piece| copy(&piece)) {
+            Ok(n) => {
+                done += n as u64;
+                if (n as u64) < len || done >= args.len {
+                    return Ok(done);
+                }
+            }
+            Err(_) if done > 0 => return Ok(done),
+            Err(errno) => return Err(errno),
+        }
+    }
+}
+
 /// The reply without a body: to success, or to `errno`.
 fn header(unique: u64, errno: Option<Errno>) -> OutHeader {
     let error = errno.map_or(0, |e| -e.raw_os_error());
     OutHeader { len: size_of::<OutHeader>() as u32, error, unique }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn args(len: u64) -> CopyFileRangeIn {
+        CopyFileRangeIn { off_in: 100, off_out: 7, len, ..Default::default() }
+    }
+
+    #[test]
+    fn a_copy_is_cut_to_pieces() {
+        let mut pieces = Vec::new();
+        let copied = copy(&args(3 * COPY_PIECE + 5), &AtomicBool::new(false), |piece| {
+            pieces.push((piece.off_in - 100, piece.off_out - 7, piece.len));
+            Ok(piece.len as usize)
+        });
+        assert_eq!(copied, Ok(3 * COPY_PIECE + 5));
+        let piece = |n, len| (n * COPY_PIECE, n * COPY_PIECE, len);
+        assert_eq!(pieces, [piece(0, COPY_PIECE), piece(1, COPY_PIECE), piece(2, COPY_PIECE), piece(3, 5)]);
+    }
+
+    #[test]
+    fn a_copy_ends_between_two_pieces() {
+        let stop = AtomicBool::new(false);
+        let mut pieces = 0;
+        let mut run = |len| {
+            copy(&args(len), &stop, |piece| {
+                pieces += 1;
+                stop.fetch_or(pieces == 3, Ordering::Relaxed);
+                Ok(piece.len as usize)
+            })
+        };
+        assert_eq!(run(100 * COPY_PIECE), Ok(3 * COPY_PIECE));
+        // One that comes when all is to stop does what is no end of the file.
+        assert_eq!(run(100 * COPY_PIECE), Ok(SHORTEST_COPY));
+        assert_eq!(pieces, 4);
+    }
+
+    #[test]
+    fn a_copy_tells_what_was_copied_before_an_error() {
+        let run = |results: &[Result<usize>]| {
+            let mut results = results.iter();
+            copy(&args(100 * COPY_PIECE), &AtomicBool::new(false), |_| *results.next().unwrap())
+        };
+        let piece = COPY_PIECE as usize;
+        assert_eq!(run(&[Err(Errno::NOSPC)]), Err(Errno::NOSPC));
+        assert_eq!(run(&[Ok(piece), Err(Errno::NOSPC)]), Ok(COPY_PIECE));
+        assert_eq!(run(&[Ok(piece), Ok(5)]), Ok(COPY_PIECE + 5));
+        assert_eq!(run(&[Ok(0)]), Ok(0));
+        let mut args = args(2 * COPY_PIECE);
+        args.off_out = u64::MAX - COPY_PIECE;
+        assert_eq!(copy(&args, &AtomicBool::new(false), |_| Ok(piece)), Ok(2 * COPY_PIECE));
+        args.off_out += 1;
+        assert_eq!(copy(&args, &AtomicBool::new(false), |_| Ok(piece)), Ok(COPY_PIECE));
+    }
 }

@@ -168,7 +168,8 @@ pub trait Files {
     fn truncates(&self, node: u64, fh: Option<u64>) -> Result<Truncates>;
     fn create(&self, parent: u64, name: &CStr, create: &CreateIn, by: &Creator) -> Result<Served<Created>>;
     fn tmpfile(&self, parent: u64, create: &CreateIn, by: &Creator) -> Result<Served<Created>>;
-    fn read(&self, node: u64, read: &ReadIn, to: &IoRange) -> Result<Reading>;
+    /// With `waits`, the thread may wait for the host's file system: all that there is is read.
+    fn read(&self, node: u64, read: &ReadIn, to: &IoRange, waits: bool) -> Result<Reading>;
     /// The open file, for who reads from it by himself, if that is as good.
     fn file_for_read(&self, node: u64, read: &ReadIn) -> Result<Option<OwnedFd>>;
     fn write(&self, node: u64, write: &WriteIn, from: &IoRange) -> Result<usize>;

@@ -102,7 +102,7 @@ fn read(fs: &PassthroughFs, node: u64, fh: u64) -> Result<usize> {
     let mut vecs = IoVecs::default();
     // SAFETY: `data` outlives the list.
     unsafe { vecs.push(data.as_mut_ptr(), data.len(), true) };
-    let reading = fs.read(node, &ReadIn { fh, ..Default::default() }, &vecs.range(0..16))?;
+    let reading = fs.read(node, &ReadIn { fh, ..Default::default() }, &vecs.range(0..16), false)?;
     let Reading::Done(n) = reading else { panic!("what was written just now is in memory") };
     Ok(n)
 }
