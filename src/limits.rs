@@ -79,3 +79,27 @@ pub const COPY_BYTES: u64 = i32::MAX as u64;
 /// [`URING_REQUESTS`], late replies (4 KiB for each of [`CHAINS`] if their buffers have one byte each), threads and jobs, and of the
 /// worker's buffers (4.4 MiB, most of it for a directory listing). Nothing is refused at it: a test holds it.
 pub const QUEUE_BYTES: usize = 20 << 20;
+
+/// Inodes that the guest knows; more with `--max-inodes`. Only the guest's kernel can forget one, so the number is twice that of
+/// the largest trees which people share as one (some millions of files). One takes up to [`INODE_MEMORY`], so all of them 2 GiB.
+/// Past it, a name that is not known yet gets ENFILE.
+pub const INODES: usize = 1 << 22;
+
+/// Memory of one known inode in bytes, with its entries in both tables while these grow: 300 for most. A test holds it.
+pub const INODE_MEMORY: usize = 512;
+
+/// Directory handles that keep what they have read and not yet passed on, 32 KiB each: 32 MiB. Any other one reads it
+/// again for each request.
+pub const LISTINGS: usize = 1024;
+
+/// Locked ranges of files, and owners of them, each of which takes a descriptor. The host's kernel looks through those of a
+/// file for each lock: 16,384 take it 0.1 ms. Databases lock some dozens of ranges. Past it the guest gets ENOLCK.
+pub const LOCKS: usize = 16_384;
+
+/// Descriptors that the guest cannot have, or a quarter of all where that is less: for the connection, the guest's memory,
+/// the queues, and what each thread opens for a moment. With fewer left, an open gets ENFILE.
+pub const OWN_DESCRIPTORS: u64 = 4096;
+
+/// The part of all open files that the host's kernel allows (fs.file-max) which one daemon may have, unless
+/// `--rlimit-nofile` says otherwise: three hostile guests leave a quarter to the host.
+pub const FILE_MAX_SHARE: u64 = 4;

@@ -305,3 +305,76 @@ fn a_pipe_is_not_opened() {
     let size = SetattrIn { valid: SetattrValid::SIZE.bits(), size: 3, ..Default::default() };
     assert_eq!(guest.call(Opcode::Setattr, node, size.as_bytes()), Err(libc::EINVAL));
 }
+
+/// A daemon in a process of its own, without a sandbox.
+struct Process {
+    child: std::process::Child,
+    frontend: Frontend,
+    dir: TempDir,
+}
+
+impl Process {
+    fn start(args: &[&str]) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let (share, socket) = (dir.path().join("share"), dir.path().join("socket"));
+        std::fs::create_dir(&share).unwrap();
+        std::fs::write(share.join("f"), "contents").unwrap();
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_thruwayd"));
+        command.args(["--sandbox", "none", "--shared-dir"]).arg(&share).arg("--socket-path").arg(&socket).args(args);
+        let child = command.spawn().unwrap();
+        let end = std::time::Instant::now() + LONG;
+        while std::os::unix::net::UnixStream::connect(&socket).is_err() {
+            assert!(std::time::Instant::now() < end, "it does not listen");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let frontend = Frontend::connect(&socket, Options::default()).unwrap();
+        frontend.fuse_init(u64::MAX).unwrap();
+        Self { child, frontend, dir }
+    }
+
+    fn call<T: FromBytes>(&self, opcode: Opcode, node: u64, args: &[u8]) -> Result<T, i32> {
+        let out = self.frontend.request(1, opcode as u32, node, args, &[], 512)?;
+        Ok(T::read_from_prefix(&out).ok().unwrap().0)
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn a_guest_that_opens_all_it_can_is_served_on() {
+    const LIMIT: usize = 400;
+    // Which of them the tests' user may raise is no matter here.
+    let daemon = Process::start(&["--keep-alive", &format!("--rlimit-nofile={LIMIT}")]);
+    let entry: EntryOut = daemon.call(Opcode::Lookup, ROOT_ID, b"f\0").unwrap();
+    let open = OpenIn { flags: libc::O_RDWR as u32, open_flags: 0 };
+    let opening = || daemon.call::<OpenOut>(Opcode::Open, entry.nodeid, open.as_bytes());
+    let mut fhs = Vec::new();
+    let full = loop {
+        match opening() {
+            Ok(out) => fhs.push(out.fh),
+            Err(errno) => break errno,
+        }
+    };
+    assert_eq!(full, libc::ENFILE);
+    let open_files = std::fs::read_dir(format!("/proc/{}/fd", daemon.child.id())).unwrap().count();
+    assert!((LIMIT / 2..LIMIT * 4 / 5).contains(&open_files), "{open_files} with {} of the guest", fhs.len());
+    let opendir = daemon.call::<OpenOut>(Opcode::Opendir, ROOT_ID, OpenIn::default().as_bytes());
+    assert_eq!(opendir.map(drop), Err(libc::ENFILE));
+    let create = CreateIn { flags: libc::O_RDWR as u32, mode: 0o600, ..Default::default() };
+    let created = daemon.call::<EntryOut>(Opcode::Create, ROOT_ID, &with(create, b"n\0"));
+    assert_eq!(created.map(drop), Err(libc::ENFILE));
+    assert!(!daemon.dir.path().join("share/n").exists());
+    // All else goes on.
+    daemon.call::<AttrOut>(Opcode::Getattr, entry.nodeid, GetattrIn::default().as_bytes()).unwrap();
+    daemon.call::<EntryOut>(Opcode::Lookup, ROOT_ID, b"f\0").unwrap();
+    let read = ReadIn { fh: fhs[0], size: 8, ..Default::default() };
+    assert_eq!(&daemon.call::<[u8; 8]>(Opcode::Read, entry.nodeid, read.as_bytes()).unwrap(), b"contents");
+    let release = ReleaseIn { fh: fhs[0], ..Default::default() };
+    daemon.call::<[u8; 0]>(Opcode::Release, entry.nodeid, release.as_bytes()).unwrap();
+    opening().unwrap();
+}

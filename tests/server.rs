@@ -10,23 +10,28 @@ use tempfile::TempDir;
 use thruway::fs::{Config, PassthroughFs, proc_self_fd};
 use thruway::fuse::abi::*;
 use thruway::fuse::{Outcome, Server, Work};
-use thruway::limits::{DATA_BYTES, REMOVED_PARTS};
+use thruway::limits::{DATA_BYTES, INODE_MEMORY, REMOVED_PARTS};
 use zerocopy::{FromBytes, IntoBytes};
 
-/// Counts the calling thread's allocations.
+/// Counts the calling thread's allocations, and their bytes that are not freed.
 struct Counting;
 
-thread_local!(static COUNT: Cell<usize> = const { Cell::new(0) });
+thread_local! {
+    static COUNT: Cell<usize> = const { Cell::new(0) };
+    static BYTES: Cell<usize> = const { Cell::new(0) };
+}
 
 // SAFETY: all work is the system allocator's.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         COUNT.set(COUNT.get() + 1);
+        BYTES.set(BYTES.get().wrapping_add(layout.size()));
         // SAFETY: the caller's promise.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        BYTES.set(BYTES.get().wrapping_sub(layout.size()));
         // SAFETY: the caller's promise.
         unsafe { System.dealloc(at, layout) }
     }
@@ -140,6 +145,44 @@ fn the_hot_path_allocates_nothing_once_warm() {
             hot_path(&mut guest);
         }
         assert_eq!(COUNT.get() - before, 0, "{inode_file_handles:?}");
+    }
+}
+
+#[test]
+fn a_known_file_takes_so_much_memory() {
+    const FILES: usize = 10_000;
+    for inode_file_handles in [thruway::fs::FileHandles::Never, thruway::fs::FileHandles::Prefer] {
+        let mut guest = Guest::new(Config { inode_file_handles, ..Default::default() });
+        for n in 0..FILES {
+            std::fs::write(guest.dir.path().join(format!("file{n}")), "").unwrap();
+        }
+        let out = guest.call(Opcode::Opendir, ROOT_ID, &[OpenIn::default().as_bytes()]).unwrap();
+        let fh = OpenOut::read_from_prefix(out).unwrap().0.fh;
+        let before = BYTES.get();
+        let (mut names, mut offset) = (Vec::new(), 0);
+        loop {
+            let read = ReadIn { fh, offset, size: 1 << 16, ..Default::default() };
+            let mut body = guest.call(Opcode::Readdirplus, ROOT_ID, &[read.as_bytes()]).unwrap();
+            if body.is_empty() {
+                break;
+            }
+            while let Ok((_, rest)) = EntryOut::read_from_prefix(body) {
+                let (dirent, rest) = Dirent::read_from_prefix(rest).unwrap();
+                names.push(rest[..dirent.namelen as usize].to_vec());
+                offset = dirent.off;
+                body = &rest[(dirent.namelen as usize).next_multiple_of(8)..];
+            }
+        }
+        assert_eq!(names.len(), FILES + 2);
+        let listed = names.iter().map(|name| name.capacity() + size_of::<Vec<u8>>()).sum::<usize>() * 2;
+        let one = |now: usize| now.saturating_sub(before + listed) / FILES;
+        println!("{inode_file_handles:?}: listed {}", one(BYTES.get()));
+        assert!(one(BYTES.get()) <= INODE_MEMORY);
+        // The descriptors of those that were used may be as many as this process may have.
+        for name in names.iter().filter(|name| name.len() > 2).take(500) {
+            guest.lookup(&[name, &b"\0"[..]].concat());
+        }
+        assert!(one(BYTES.get()) <= INODE_MEMORY);
     }
 }
 

@@ -19,6 +19,7 @@ use crate::device;
 use crate::fs::idmap::{self, IdMap};
 use crate::fs::xattrmap::XattrMap;
 use crate::fs::{self, CachePolicy, FileHandles, MigrationMode, MigrationOnError, Offer};
+use crate::limits;
 use crate::sandbox::caps::ModCaps;
 use crate::sandbox::{self, IdRange, Sandbox, seccomp};
 use crate::window;
@@ -255,9 +256,15 @@ pub struct Options {
     #[arg(long, default_value = "kill")]
     pub seccomp: seccomp::Action,
 
-    /// The limit of open files; 0 leaves it [default: 1000000, or fs.nr_open if less]
+    /// The limit of open files; 0 leaves it [default: 1000000, or fs.nr_open or a quarter of fs.file-max if less]
     #[arg(long, value_name = "N")]
     pub rlimit_nofile: Option<u64>,
+
+    /// The most files that the guest may know at a time; each takes the daemon up to 512 bytes
+    ///
+    /// The guest knows what it has in its caches. Past the limit it gets ENFILE for a name that it does not know yet.
+    #[arg(long, value_name = "N", default_value_t = limits::INODES)]
+    pub max_inodes: usize,
 
     /// What the source of a migration tells the target about the guest's files: their paths, or their file handles
     ///
@@ -532,6 +539,7 @@ impl Options {
             gid_map: ids("gid", &self.translate_gid)?,
             xattrmap: self.xattrmap.clone(),
             migration: self.migration(),
+            max_inodes: self.max_inodes,
             dax_min_size: self.dax_min_size,
             passthrough_min_size: self.passthrough_min_size,
         })

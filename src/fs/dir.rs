@@ -1,7 +1,7 @@
 //! Listing directories.
 
 use std::ffi::CStr;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 
 use rustix::fs::{OFlags, SeekFrom, fdatasync, fsync, seek};
 use rustix::io::Errno;
@@ -39,20 +39,48 @@ impl DirState {
     }
 
     fn seek(&mut self, fd: BorrowedFd, offset: u64) -> Result<()> {
-        if offset != self.offset {
+        if self.offset != Some(offset) {
             self.entries.clear();
             self.at = 0;
             seek(fd, SeekFrom::Start(offset))?;
-            self.offset = offset;
+            self.offset = Some(offset);
         }
         Ok(())
     }
 
     fn read_more(&mut self, fd: BorrowedFd) -> Result<bool> {
         self.at = 0;
-        self.entries.reserve(BATCH);
+        self.entries.reserve_exact(BATCH);
         sys::getdents(fd, &mut self.entries)?;
         Ok(!self.entries.is_empty())
+    }
+
+    fn list(&mut self, fd: BorrowedFd, each: &mut impl FnMut(BorrowedFd, Dirent, &CStr) -> Result<bool>) -> Result<()> {
+        loop {
+            let Some((dirent, name, next)) = self.peek()? else {
+                if self.read_more(fd)? {
+                    continue;
+                }
+                return Ok(());
+            };
+            if !each(fd, dirent, name)? {
+                return Ok(());
+            }
+            (self.at, self.offset) = (next, Some(dirent.off));
+        }
+    }
+
+    /// Frees the buffer at the end of a request, unless there is more in it and it may stay.
+    fn rest(&mut self) {
+        if self.at == self.entries.len() {
+            (self.entries, self.at, self.kept) = (Vec::new(), 0, None);
+        } else if self.kept.is_none() {
+            self.kept = self.listings.keep();
+            if self.kept.is_none() {
+                // What is in it comes again.
+                (self.entries, self.at, self.offset) = (Vec::new(), 0, None);
+            }
+        }
     }
 }
 
@@ -68,18 +96,9 @@ impl PassthroughFs {
         let handle = self.handles.get(node, fh)?;
         let mut dir = handle.listing()?;
         dir.seek(handle.fd(), offset)?;
-        loop {
-            let Some((dirent, name, next)) = dir.peek()? else {
-                if dir.read_more(handle.fd())? {
-                    continue;
-                }
-                return Ok(());
-            };
-            if !each(handle.fd(), dirent, name)? {
-                return Ok(());
-            }
-            (dir.at, dir.offset) = (next, dirent.off);
-        }
+        let listed = dir.list(handle.fd(), &mut each);
+        dir.rest();
+        listed
     }
 }
 
@@ -94,6 +113,7 @@ impl Dirs for PassthroughFs {
             CachePolicy::Auto | CachePolicy::Never => OpenFlags::empty(),
             CachePolicy::Always | CachePolicy::Metadata => OpenFlags::KEEP_CACHE | OpenFlags::CACHE_DIR,
         };
+        self.places.fits(file.as_fd())?;
         let fh = self.handles.insert(self.handle(&inode, file))?;
         Ok(OpenOut { fh, open_flags: open_flags.bits(), backing_id: 0 })
     }

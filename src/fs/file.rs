@@ -62,6 +62,7 @@ impl PassthroughFs {
 
     /// Gives the guest an open file. `flags`: its own.
     fn opened(&self, inode: &Arc<Inode>, file: OwnedFd, flags: u32) -> Result<Served<OpenOut>> {
+        self.places.fits(file.as_fd())?;
         let mut open_flags = match self.config.cache {
             CachePolicy::Auto => OpenFlags::empty(),
             CachePolicy::Always => OpenFlags::KEEP_CACHE,
@@ -92,7 +93,7 @@ impl PassthroughFs {
     pub(super) fn handle(&self, inode: &Arc<Inode>, file: OwnedFd) -> Handle {
         let host = self.hosts.get(inode.key.dev, file.as_fd());
         match inode.format() {
-            libc::S_IFDIR => Handle::dir(file, inode.id, host),
+            libc::S_IFDIR => Handle::dir(file, inode.id, host, &self.listings),
             _ => Handle::file(file, inode.id, host),
         }
     }
@@ -212,6 +213,7 @@ impl Files for PassthroughFs {
 
     fn create(&self, parent: u64, name: &CStr, create: &CreateIn, by: &Creator) -> Result<Served<Created>> {
         self.writable()?;
+        self.inodes.have_room()?;
         let made = self.within(parent, name, |_, dir| {
             let _identity = self.act_as(by)?;
             let new = OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW;
@@ -234,6 +236,7 @@ impl Files for PassthroughFs {
 
     fn tmpfile(&self, parent: u64, create: &CreateIn, by: &Creator) -> Result<Served<Created>> {
         self.writable()?;
+        self.inodes.have_room()?;
         let file = self.inodes.get(parent)?.with_fd(&self.places, |dir| {
             let _identity = self.act_as(by)?;
             let excl = OFlags::from_bits_retain(create.flags) & OFlags::EXCL;
@@ -298,7 +301,7 @@ impl Files for PassthroughFs {
         // The close drops the handle's flock lock. Locks of the open file description (F_OFD_SETLK) have an owner that no
         // FLUSH names; a process's own are gone by now.
         let handle = self.handles.remove(node, release.fh)?;
-        for owner in handle.lock_owners() {
+        for owner in handle.take_lock_owners() {
             self.locks.drop_owner(node, owner);
         }
         self.uncount(node);

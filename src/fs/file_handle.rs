@@ -1,11 +1,12 @@
 //! Inodes held by file handle (open_by_handle_at(2)) rather than by descriptor.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::{Arc, Weak};
 
 use dashmap::DashMap;
 use rustix::fs::{FileType, OFlags, fstat};
 use rustix::io::Errno;
+use rustix::process::{Resource, getrlimit};
 
 use super::FileHandles;
 use super::inode::{Place, reopen};
@@ -13,6 +14,7 @@ use super::kept::Kept;
 use super::stream::RawState;
 use super::sys::{self, MAX_HANDLE, RawHandle};
 use crate::fuse::ops::Result;
+use crate::limits;
 
 /// A file handle and an open file of its mount.
 pub struct FileHandle {
@@ -45,6 +47,8 @@ pub struct Handles {
     mode: FileHandles,
     pub kept: Arc<Kept>,
     mounts: DashMap<i32, Weak<OwnedFd>>,
+    /// The first descriptor that the guest cannot have.
+    end: RawFd,
 }
 
 impl Drop for Handles {
@@ -55,7 +59,23 @@ impl Drop for Handles {
 
 impl Handles {
     pub fn new(mode: FileHandles) -> Self {
-        Self { mode, kept: Kept::start(), mounts: DashMap::new() }
+        let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+        let end = limit - limits::OWN_DESCRIPTORS.min(limit / 4);
+        let end = RawFd::try_from(end).unwrap_or(RawFd::MAX);
+        Self { mode, kept: Kept::start(), mounts: DashMap::new(), end }
+    }
+
+    /// To be asked before a descriptor stays open for the guest. Numbers are given from the lowest on, so this one's says how many are
+    /// open.
+    ///
+    /// # Errors
+    /// ENFILE where those that are left are the daemon's own.
+    pub fn fits(&self, fd: BorrowedFd) -> Result<()> {
+        if fd.as_raw_fd() < self.end {
+            return Ok(());
+        }
+        tracing::warn!("the guest has {} files open: more are refused (--rlimit-nofile)", self.end);
+        Err(Errno::NFILE)
     }
 
     /// Whether some inodes are held by handle.
@@ -68,14 +88,15 @@ impl Handles {
     /// # Errors
     /// Those of name_to_handle_at(2), with `--inode-file-handles=mandatory`.
     pub fn place(&self, fd: OwnedFd) -> Result<(Place, Option<OwnedFd>)> {
-        if self.mode == FileHandles::Never {
-            return Ok((Place::Fd(fd), None));
+        if self.mode != FileHandles::Never {
+            match self.handle(fd.as_fd()) {
+                Ok(handle) => return Ok((Place::Handle(handle), Some(fd))),
+                Err(errno) if self.mode == FileHandles::Mandatory => return Err(errno),
+                Err(_) => {}
+            }
         }
-        match self.handle(fd.as_fd()) {
-            Ok(handle) => Ok((Place::Handle(handle), Some(fd))),
-            Err(_) if self.mode == FileHandles::Prefer => Ok((Place::Fd(fd), None)),
-            Err(errno) => Err(errno),
-        }
+        self.fits(fd.as_fd())?;
+        Ok((Place::Fd(fd), None))
     }
 
     /// How to hold a file that is open for I/O.
@@ -87,7 +108,9 @@ impl Handles {
                 Err(_) => {}
             }
         }
-        Ok(Place::Fd(reopen(fd, OFlags::PATH)?))
+        let fd = reopen(fd, OFlags::PATH)?;
+        self.fits(fd.as_fd())?;
+        Ok(Place::Fd(fd))
     }
 
     /// A handle that was seen to open.

@@ -1,6 +1,8 @@
 //! Open files and directories by `fh`.
 
+use std::collections::HashSet;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard};
@@ -8,6 +10,7 @@ use rustix::io::{Errno, fcntl_dupfd_cloexec};
 
 use super::host::HostFs;
 use crate::fuse::ops::Result;
+use crate::limits;
 
 /// An open file or directory.
 pub struct Handle {
@@ -21,7 +24,7 @@ pub struct Handle {
     /// For directories: where the listing is.
     dir: Option<Box<Mutex<DirState>>>,
     /// Owners of POSIX locks that were asked for through this handle.
-    lock_owners: Mutex<Vec<u64>>,
+    lock_owners: Mutex<HashSet<u64>>,
 }
 
 impl Handle {
@@ -29,8 +32,8 @@ impl Handle {
         Self { file, node, host, plain: false, dir: None, lock_owners: Mutex::default() }
     }
 
-    pub fn dir(file: OwnedFd, node: u64, host: Arc<HostFs>) -> Self {
-        Self { dir: Some(Box::default()), ..Self::file(file, node, host) }
+    pub fn dir(file: OwnedFd, node: u64, host: Arc<HostFs>, listings: &Arc<Listings>) -> Self {
+        Self { dir: Some(Box::new(Mutex::new(DirState::new(listings)))), ..Self::file(file, node, host) }
     }
 
     /// # Errors
@@ -41,14 +44,12 @@ impl Handle {
 
     /// Notes an owner whose locks go with this handle.
     pub fn locked_by(&self, owner: u64) {
-        let mut owners = self.lock_owners.lock();
-        if !owners.contains(&owner) {
-            owners.push(owner);
-        }
+        self.lock_owners.lock().insert(owner);
     }
 
-    pub fn lock_owners(&self) -> Vec<u64> {
-        self.lock_owners.lock().clone()
+    /// Forgets these owners.
+    pub fn take_lock_owners(&self) -> HashSet<u64> {
+        std::mem::take(&mut self.lock_owners.lock())
     }
 
     pub fn fd(&self) -> BorrowedFd<'_> {
@@ -66,13 +67,48 @@ impl Handle {
 }
 
 /// Directory entries that were read and not yet taken.
-#[derive(Default)]
 pub struct DirState {
     pub entries: Vec<u8>,
     /// Start of the next entry in `entries`.
     pub at: usize,
-    /// The position that `at` is at (d_off of the entry before).
-    pub offset: u64,
+    /// The position that `at` is at (d_off of the entry before). None: the descriptor is somewhere else.
+    pub offset: Option<u64>,
+    pub listings: Arc<Listings>,
+    /// For `entries` to stay from one request to the next.
+    pub kept: Option<Listing>,
+}
+
+impl DirState {
+    fn new(listings: &Arc<Listings>) -> Self {
+        Self { entries: Vec::new(), at: 0, offset: Some(0), listings: listings.clone(), kept: None }
+    }
+}
+
+/// How many handles keep directory entries.
+#[derive(Default)]
+pub struct Listings(AtomicUsize);
+
+/// One of them.
+pub struct Listing(Arc<Listings>);
+
+impl Listings {
+    /// None where there are too many.
+    pub fn keep(self: &Arc<Self>) -> Option<Listing> {
+        let more = |kept| (kept < limits::LISTINGS).then_some(kept + 1);
+        self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).ok()?;
+        Some(Listing(self.clone()))
+    }
+
+    #[cfg(test)]
+    pub fn kept(&self) -> usize {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for Listing {
+    fn drop(&mut self) {
+        self.0.0.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 /// Slots that a migration may fill: more handles than a source has whose limit of descriptors is the default million

@@ -3,7 +3,7 @@
 use std::ffi::CStr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use dashmap::DashMap;
 use dashmap::mapref::entry::Entry;
@@ -286,7 +286,7 @@ impl Inode {
     }
 
     /// Holds the file by descriptor, which is `name` in `dir`.
-    fn hold(&self, dir: BorrowedFd, name: &CStr) -> Result<()> {
+    fn hold(&self, handles: &Handles, dir: BorrowedFd, name: &CStr) -> Result<()> {
         if matches!(*self.place.read_recursive(), Place::Fd(_)) {
             return Ok(());
         }
@@ -294,6 +294,7 @@ impl Inode {
         if !self.is_of(&stat(fd.as_fd(), c"")?) {
             return Err(Errno::STALE);
         }
+        handles.fits(fd.as_fd())?;
         // It may be in use by this very request, as in a rename of a directory's entry over the directory, which fails.
         if let Some(mut place) = self.place.try_write() {
             *place = Place::Fd(fd);
@@ -351,6 +352,9 @@ impl Inode {
 ///
 /// Lock rule: a shard of `by_key` before one of `by_id`; neither is held during a system call.
 pub struct Inodes {
+    /// Most of them.
+    most: usize,
+    count: AtomicUsize,
     by_id: DashMap<u64, Arc<Inode>>,
     by_key: DashMap<Key, Arc<Inode>>,
     next_id: AtomicU64,
@@ -361,10 +365,12 @@ pub struct Inodes {
 
 impl Inodes {
     /// A table that knows the shared directory alone.
-    pub fn new(root: OwnedFd) -> Result<Self> {
+    pub fn new(root: OwnedFd, most: usize) -> Result<Self> {
         let identity = identity(&stat(root.as_fd(), c"")?);
         let root = Arc::new(Inode::new(ROOT_ID, identity, 1, Place::Fd(root)));
         let inodes = Self {
+            most,
+            count: AtomicUsize::new(0),
             by_id: DashMap::new(),
             by_key: DashMap::new(),
             next_id: AtomicU64::new(ROOT_ID + 1),
@@ -382,10 +388,23 @@ impl Inodes {
         self.any_lazy.store(false, Ordering::Relaxed);
         self.by_key.insert(self.root.key, self.root.clone());
         self.by_id.insert(ROOT_ID, self.root.clone());
+        self.count.store(1, Ordering::Relaxed);
     }
 
     pub fn len(&self) -> usize {
-        self.by_id.len()
+        self.count.load(Ordering::Relaxed)
+    }
+
+    /// To be asked before the guest gets to know another one.
+    ///
+    /// # Errors
+    /// ENFILE where it knows too many.
+    pub fn have_room(&self) -> Result<()> {
+        if self.len() < self.most {
+            return Ok(());
+        }
+        tracing::warn!("the guest knows {} files and forgets none: more are refused (--max-inodes)", self.most);
+        Err(Errno::NFILE)
     }
 
     /// # Errors
@@ -419,6 +438,7 @@ impl Inodes {
             let id = self.next_id.fetch_add(1, Ordering::Relaxed);
             let inode = Arc::new(Inode::new(id, (key, birth), 1, place));
             self.by_id.insert(id, inode.clone());
+            self.count.fetch_add(1, Ordering::Relaxed);
             if lazy {
                 self.any_lazy.store(true, Ordering::Relaxed);
             }
@@ -458,7 +478,7 @@ impl Inodes {
     /// Enters an inode that another daemon gave this nodeid.
     ///
     /// # Errors
-    /// EEXIST where there is one.
+    /// EEXIST where there is one, ENFILE where there are too many.
     pub fn restore(&self, id: u64, nlookup: u64, st: &Statx, place: Place) -> Result<()> {
         let (key, birth) = identity(st);
         let lazy = matches!(place, Place::Name(..));
@@ -473,7 +493,7 @@ impl Inodes {
     /// Enters an inode that is lost. `format`: S_IFMT bits.
     ///
     /// # Errors
-    /// EEXIST where there is one.
+    /// EEXIST where there is one, ENFILE where there are too many.
     pub fn restore_lost(&self, id: u64, nlookup: u64, format: u32) -> Result<()> {
         // No file has these.
         let key = Key { dev: u64::MAX, ino: id, mount: u64::MAX };
@@ -482,9 +502,13 @@ impl Inodes {
     }
 
     fn insert(&self, inode: Inode) -> Result<Arc<Inode>> {
+        self.have_room()?;
         match self.by_id.entry(inode.id) {
             Entry::Occupied(_) => Err(Errno::EXIST),
-            Entry::Vacant(entry) => Ok(entry.insert(Arc::new(inode)).clone()),
+            Entry::Vacant(entry) => {
+                self.count.fetch_add(1, Ordering::Relaxed);
+                Ok(entry.insert(Arc::new(inode)).clone())
+            }
         }
     }
 
@@ -512,8 +536,8 @@ impl Inodes {
                 drop_references();
             }
         }
-        if last {
-            self.by_id.remove(&id);
+        if last && self.by_id.remove(&id).is_some() {
+            self.count.fetch_sub(1, Ordering::Relaxed);
         }
     }
 
@@ -529,7 +553,7 @@ impl Inodes {
         let Some(inode) = self.peek(&st) else { return };
         // What can't be opened now is stale for the guest later, as it would be without this.
         if removed && (st.stx_nlink <= 1 || inode.format() == libc::S_IFDIR) {
-            let _ = inode.hold(dir, name);
+            let _ = inode.hold(handles, dir, name);
         } else {
             drop(inode.found(handles));
         }

@@ -1,7 +1,7 @@
 //! File locks that reach the host: POSIX locks as open file description locks, one description for each inode and owner;
 //! flock locks on the handle's own description.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::ControlFlow;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -18,6 +18,7 @@ use super::inode::reopen;
 use super::{PassthroughFs, sys};
 use crate::fuse::abi::*;
 use crate::fuse::ops::{LockWait, Locks as LockOps, Result};
+use crate::limits;
 
 /// Locks that are held and waited for.
 #[derive(Default)]
@@ -38,16 +39,23 @@ struct Waiter {
 /// Its lock is held while a lock is tried, and not while one is waited for.
 #[derive(Default)]
 struct Posix {
-    /// By nodeid and owner.
-    owners: HashMap<(u64, u64), Owner>,
-    /// What the owner in front waits for.
-    wanted: Vec<(u64, Want)>,
+    /// By nodeid.
+    files: HashMap<u64, HashMap<u64, Owner>>,
+    /// Owners, and ranges that they hold.
+    count: usize,
+    /// By owner, what it waits for.
+    wanted: HashMap<u64, Vec<Want>>,
 }
 
+/// Somebody who has locked parts of a file, or has asked.
 struct Owner {
     file: Arc<OwnedFd>,
-    held: Vec<Span>,
+    held: Spans,
 }
+
+/// Ranges of a file by their start. None overlaps another, and none could be one with its neighbour.
+#[derive(Debug, Default)]
+struct Spans(BTreeMap<u64, Span>);
 
 /// A locked range; both ends are inclusive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,12 +73,8 @@ struct Want {
 }
 
 impl Span {
-    fn conflicts(&self, other: &Span) -> bool {
-        self.start <= other.end && other.start <= self.end && (self.write || other.write)
-    }
-
     /// What is left of this range outside of `other`.
-    fn without(self, other: &Span) -> impl Iterator<Item = Span> {
+    fn without(self, other: &Span) -> impl Iterator<Item = Span> + use<> {
         let before = Span { end: self.end.min(other.start.wrapping_sub(1)), ..self };
         let after = Span { start: self.start.max(other.end.wrapping_add(1)), ..self };
         let before = (self.start < other.start).then_some(before);
@@ -79,30 +83,97 @@ impl Span {
     }
 }
 
+impl Spans {
+    /// Those that touch this one, by their start: the last one that begins before it, and those that begin in it.
+    fn around(&self, span: &Span) -> impl Iterator<Item = &Span> {
+        let before = self.0.range(..span.start).next_back();
+        let within = self.0.range(span.start..=span.end);
+        before.into_iter().chain(within).map(|(_, span)| span).filter(|other| span.start <= other.end)
+    }
+
+    fn conflicts(&self, span: &Span) -> bool {
+        self.around(span).any(|held| held.write || span.write)
+    }
+
+    /// Whether one of them would become two if this was cut out.
+    fn are_split(&self, span: &Span) -> bool {
+        let before = self.0.range(..span.start).next_back();
+        before.is_some_and(|(_, before)| before.end > span.end)
+    }
+
+    /// Notes that the range is now locked or not.
+    fn set(&mut self, span: Span, locked: bool) {
+        let touched: Vec<Span> = self.around(&span).copied().collect();
+        for old in touched {
+            self.0.remove(&old.start);
+            self.0.extend(old.without(&span).map(|rest| (rest.start, rest)));
+        }
+        if locked {
+            self.add(span);
+        }
+    }
+
+    /// Adds a range that no other overlaps, together with its neighbours, as the host's kernel does.
+    fn add(&mut self, mut span: Span) {
+        let before = self.0.range(..span.start).next_back().map(|(_, before)| *before);
+        if let Some(before) = before.filter(|b| b.write == span.write && b.end.checked_add(1) == Some(span.start)) {
+            span.start = before.start;
+        }
+        let after = span.end.checked_add(1).and_then(|next| self.0.get(&next)).copied();
+        if let Some(after) = after.filter(|after| after.write == span.write) {
+            self.0.remove(&after.start);
+            span.end = after.end;
+        }
+        self.0.insert(span.start, span);
+    }
+}
+
 impl Posix {
+    fn owner(&self, node: u64, owner: u64) -> Option<&Owner> {
+        self.files.get(&node)?.get(&owner)
+    }
+
+    fn add(&mut self, node: u64, owner: u64, file: Arc<OwnedFd>) {
+        self.files.entry(node).or_default().insert(owner, Owner { file, held: Spans::default() });
+        self.count += 1;
+    }
+
+    fn remove(&mut self, node: u64, owner: u64) -> Option<Owner> {
+        let owners = self.files.get_mut(&node)?;
+        let removed = owners.remove(&owner)?;
+        if owners.is_empty() {
+            self.files.remove(&node);
+        }
+        self.count -= 1 + removed.held.0.len();
+        Some(removed)
+    }
+
+    /// # Errors
+    /// ENOLCK where the guest has too many locks.
+    fn have_room(&self) -> Result<()> {
+        // A lock within another's range makes three of it.
+        if self.count + 2 < limits::LOCKS { Ok(()) } else { Err(Errno::NOLCK) }
+    }
+
     /// Notes that the owner's range is now locked or not.
     fn note(&mut self, node: u64, owner: u64, span: Span, locked: bool) {
-        if let Some(owner) = self.owners.get_mut(&(node, owner)) {
-            owner.held = owner.held.drain(..).flat_map(|held| held.without(&span)).collect();
-            owner.held.extend(locked.then_some(span));
+        if let Some(owner) = self.files.get_mut(&node).and_then(|owners| owners.get_mut(&owner)) {
+            let before = owner.held.0.len();
+            owner.held.set(span, locked);
+            self.count = self.count + owner.held.0.len() - before;
         }
     }
 
     /// Whether `origin` would wait for itself if `owner` waited for this: a walk along who holds what is wanted.
-    fn deadlocks(&self, origin: u64, owner: u64, want: &Want, seen: &mut Vec<u64>) -> bool {
-        let blocks = |(key, o): (&(u64, u64), &Owner)| {
-            let conflict = key.0 == want.node && key.1 != owner && o.held.iter().any(|held| held.conflicts(&want.span));
-            conflict.then_some(key.1)
-        };
-        self.owners.iter().filter_map(blocks).any(|holder| {
+    fn deadlocks(&self, origin: u64, owner: u64, want: &Want, seen: &mut HashSet<u64>) -> bool {
+        let Some(owners) = self.files.get(&want.node) else { return false };
+        let holders = owners.iter().filter(|(other, held)| **other != owner && held.held.conflicts(&want.span));
+        holders.map(|(holder, _)| *holder).any(|holder| {
             if holder == origin {
                 return true;
             }
-            if seen.contains(&holder) {
-                return false;
-            }
-            seen.push(holder);
-            self.wanted.iter().any(|(o, next)| *o == holder && self.deadlocks(origin, holder, next, seen))
+            let next = self.wanted.get(&holder).filter(|_| seen.insert(holder));
+            next.is_some_and(|wants| wants.iter().any(|next| self.deadlocks(origin, holder, next, seen)))
         })
     }
 }
@@ -110,7 +181,7 @@ impl Posix {
 impl Locks {
     /// Drops all POSIX locks of an owner, as a close of the file does.
     pub fn drop_owner(&self, node: u64, owner: u64) {
-        if let Some(owner) = self.posix.lock().owners.remove(&(node, owner)) {
+        if let Some(owner) = self.posix.lock().remove(node, owner) {
             // A wait on another thread may keep the description open.
             let mut all = range(libc::F_UNLCK, 0, 0);
             let _ = sys::ofd_lock(owner.file.as_fd(), libc::F_OFD_SETLK, &mut all);
@@ -124,7 +195,8 @@ impl Locks {
             // The signal is lost if it comes before the thread is in its system call.
             while self.waiting.contains_key(&unique) {
                 let tid = waiter.tid.load(Ordering::SeqCst);
-                if tid != 0 && sys::interrupt(tid).is_err() {
+                // It looks for the interruption once it has told its number.
+                if tid == 0 || sys::interrupt(tid).is_err() {
                     return;
                 }
                 std::thread::sleep(sys::INTERRUPT_AGAIN);
@@ -189,7 +261,13 @@ struct Wanting {
 
 impl Drop for Wanting {
     fn drop(&mut self) {
-        self.posix.lock().wanted.retain(|wanted| *wanted != (self.owner, self.want));
+        let mut posix = self.posix.lock();
+        if let Some(wants) = posix.wanted.get_mut(&self.owner) {
+            wants.retain(|want| *want != self.want);
+            if wants.is_empty() {
+                posix.wanted.remove(&self.owner);
+            }
+        }
     }
 }
 
@@ -212,16 +290,16 @@ fn posix_range(lk: &FileLock) -> Result<libc::flock> {
 }
 
 impl PassthroughFs {
-    /// The description that holds the owner's locks. Open for both kinds of lock where the file can be.
-    fn lock_file(&self, posix: &mut Posix, node: u64, owner: u64, handle: &Handle) -> Result<Arc<OwnedFd>> {
-        if let Some(owner) = posix.owners.get(&(node, owner)) {
+    /// The description that holds the owner's locks, or could. Open for both kinds of lock where the file can be.
+    fn lock_file(&self, posix: &Posix, owner: u64, handle: &Handle) -> Result<Arc<OwnedFd>> {
+        if let Some(owner) = posix.owner(handle.node, owner) {
             return Ok(owner.file.clone());
         }
         let flags = rustix::fs::fcntl_getfl(handle.fd())? & OFlags::ACCMODE;
         // Not to wait for the holder of a lease.
         let open = |flags| reopen(handle.fd(), flags | OFlags::NONBLOCK);
         let file = Arc::new(open(OFlags::RDWR).or_else(|_| open(flags))?);
-        posix.owners.insert((node, owner), Owner { file: file.clone(), held: Vec::new() });
+        self.places.fits(file.as_fd())?;
         Ok(file)
     }
 
@@ -231,7 +309,18 @@ impl PassthroughFs {
         let end = if lock.l_len == 0 { u64::MAX } else { lk.lk.end };
         let span = Span { start: lk.lk.start, end, write: lk.lk.kind == libc::F_WRLCK as u32 };
         let mut posix = self.locks.posix.lock();
-        let file = self.lock_file(&mut posix, node, owner, handle)?;
+        if lk.lk.kind == libc::F_UNLCK as u32 {
+            let Some(owner) = posix.owner(node, owner) else { return Ok(ControlFlow::Continue(())) };
+            if owner.held.are_split(&span) {
+                posix.have_room()?;
+            }
+        } else {
+            posix.have_room()?;
+        }
+        let file = self.lock_file(&posix, owner, handle)?;
+        if posix.owner(node, owner).is_none() {
+            posix.add(node, owner, file.clone());
+        }
         handle.locked_by(owner);
         match sys::ofd_lock(file.as_fd(), libc::F_OFD_SETLK, &mut lock) {
             Ok(()) => {
@@ -240,10 +329,10 @@ impl PassthroughFs {
             }
             Err(Errno::AGAIN) if wait => {
                 let want = Want { unique, node, span };
-                if posix.deadlocks(owner, owner, &want, &mut Vec::new()) {
+                if posix.deadlocks(owner, owner, &want, &mut HashSet::new()) {
                     return Err(Errno::DEADLK);
                 }
-                posix.wanted.push((owner, want));
+                posix.wanted.entry(owner).or_default().push(want);
                 let wanting = Wanting { posix: self.locks.posix.clone(), owner, want };
                 drop(posix);
                 let wait = move || {
@@ -281,7 +370,7 @@ impl LockOps for PassthroughFs {
             return Err(Errno::NOSYS);
         }
         let mut lock = posix_range(&lk.lk)?;
-        let file = self.lock_file(&mut self.locks.posix.lock(), node, lk.owner, &handle)?;
+        let file = self.lock_file(&self.locks.posix.lock(), lk.owner, &handle)?;
         sys::ofd_lock(file.as_fd(), libc::F_OFD_GETLK, &mut lock)?;
         let kind = i32::from(lock.l_type);
         if kind == libc::F_UNLCK {
@@ -320,5 +409,32 @@ mod tests {
         assert_eq!(cut(span(10, 19), span(0, u64::MAX)), []);
         assert_eq!(cut(span(10, 19), span(20, 30)), [span(10, 19)]);
         assert_eq!(cut(span(10, 19), span(0, 9)), [span(10, 19)]);
+    }
+
+    /// Against an array with an entry for each byte.
+    #[test]
+    fn spans_are_what_was_locked_last() {
+        const END: u64 = 40;
+        let mut random = fastrand::Rng::with_seed(7);
+        for _ in 0..200 {
+            let (mut spans, mut bytes) = (Spans::default(), [None; END as usize]);
+            for _ in 0..60 {
+                let (a, b) = (random.u64(..END), random.u64(..END));
+                let span = Span { start: a.min(b), end: a.max(b), write: random.bool() };
+                let expected = bytes[span.start as usize..=span.end as usize].iter().flatten();
+                assert_eq!(spans.conflicts(&span), expected.clone().any(|write| *write || span.write));
+                let locked = random.bool();
+                spans.set(span, locked);
+                bytes[span.start as usize..=span.end as usize].fill(locked.then_some(span.write));
+                let mut seen = [None; END as usize];
+                for span in spans.0.values() {
+                    assert!(seen[span.start as usize..=span.end as usize].iter().all(Option::is_none));
+                    seen[span.start as usize..=span.end as usize].fill(Some(span.write));
+                }
+                assert_eq!(seen, bytes);
+                let runs = bytes.chunk_by(|a, b| a == b).filter(|run| run[0].is_some()).count();
+                assert_eq!(spans.0.len(), runs);
+            }
+        }
     }
 }

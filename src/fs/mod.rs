@@ -34,8 +34,9 @@ use rustix::io::Errno;
 
 use crate::fuse::abi::InitFlags;
 use crate::fuse::ops::{Control, Result, Session};
+use crate::limits;
 use crate::window::{self, Window};
-use handle::Handles;
+use handle::{Handles, Listings};
 use host::Hosts;
 use idmap::IdMap;
 use inode::Inodes;
@@ -119,6 +120,8 @@ pub struct Config {
     pub gid_map: IdMap,
     pub xattrmap: Option<XattrMap>,
     pub migration: Migration,
+    /// Most inodes that the guest may know.
+    pub max_inodes: usize,
     /// Smallest file that the guest is told to map (`--dax-min-size`), in bytes.
     pub dax_min_size: u64,
     /// Smallest file that is passed through (`--passthrough-min-size`), in bytes.
@@ -154,6 +157,7 @@ impl Default for Config {
                 confirm_paths: false,
                 trust_handles: false,
             },
+            max_inodes: limits::INODES,
             dax_min_size: 0,
             passthrough_min_size: 0,
         }
@@ -170,6 +174,7 @@ pub struct PassthroughFs {
     handles: Handles,
     places: Arc<file_handle::Handles>,
     locks: Locks,
+    listings: Arc<Listings>,
     hosts: Hosts,
     /// The host's name of security.capability, if it is another one: then its removal by a write is ours to do.
     capability: Option<CString>,
@@ -210,10 +215,11 @@ impl PassthroughFs {
         });
         Ok(Self {
             timeout: config.timeout.unwrap_or(implied),
-            inodes: Inodes::new(root)?,
+            inodes: Inodes::new(root, config.max_inodes)?,
             handles: Handles::new(),
             places: Arc::new(file_handle::Handles::new(config.inode_file_handles)),
             locks: Locks::default(),
+            listings: Arc::default(),
             hosts: Hosts::default(),
             capability,
             session: AtomicU64::new(0),

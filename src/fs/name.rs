@@ -52,6 +52,7 @@ impl PassthroughFs {
             inode.moved(parent, name);
             return Ok(self.entry(parent, &inode, &st));
         }
+        self.inodes.have_room()?;
         if lazy {
             let inode = self.inodes.learn(&st, Place::Name(parent.clone(), name.into()));
             return Ok(self.entry(parent, &inode, &st));
@@ -106,6 +107,7 @@ impl PassthroughFs {
         make: impl FnOnce(BorrowedFd) -> Result<()>,
     ) -> Result<EntryOut> {
         self.writable()?;
+        self.inodes.have_room()?;
         self.within(parent, name, |parent, dir| {
             {
                 let _identity = self.act_as(by)?;

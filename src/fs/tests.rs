@@ -16,6 +16,7 @@ use super::{Config, FileHandles, IdMap, InitFlags, Offer, OwnedFd, PassthroughFs
 use crate::fuse::abi::*;
 use crate::fuse::buf::IoVecs;
 use crate::fuse::ops::*;
+use crate::limits;
 
 struct Share {
     dir: TempDir,
@@ -697,4 +698,101 @@ fn names_of_any_bytes_and_255_of_them() {
     let longer = CString::new(vec![b'a'; 256]).unwrap();
     assert_eq!(s.fs.mkdir(ROOT_ID, &longer, 0o755, &me()).err(), Some(Errno::NAMETOOLONG));
     assert_eq!(s.lookup(&longer).err(), Some(Errno::NAMETOOLONG));
+}
+
+#[test]
+fn a_guest_has_so_many_locks() {
+    let s = share(Config { posix_lock: true, ..Default::default() });
+    s.put("f", b"data");
+    let (node, fh) = s.open(c"f", libc::O_RDWR);
+    let set = |owner, start, end, kind: i32| {
+        let lk = FileLock { start, end, kind: kind as u32, pid: 1 };
+        s.fs.setlk(node, 0, &LkIn { fh, owner, lk, ..Default::default() }, false).map(drop)
+    };
+    let all = i64::MAX as u64;
+    let count = (0..).find(|n| set(1, 2 * n, 2 * n, libc::F_WRLCK).is_err()).unwrap();
+    assert!((limits::LOCKS - 10..limits::LOCKS).contains(&(count as usize)), "{count}");
+    assert_eq!(set(1, 2 * count, 2 * count, libc::F_WRLCK), Err(Errno::NOLCK));
+    assert_eq!(set(2, 1, 1, libc::F_RDLCK), Err(Errno::NOLCK));
+    set(1, 2 * count - 2, 2 * count - 2, libc::F_UNLCK).unwrap();
+    set(2, 1, 1, libc::F_RDLCK).unwrap();
+
+    // Holes count as locks do.
+    s.fs.flush(node, fh, 2).unwrap();
+    s.fs.flush(node, fh, 1).unwrap();
+    set(1, 0, all, libc::F_WRLCK).unwrap();
+    let holes = (1..).find(|n| set(1, 2 * n, 2 * n, libc::F_UNLCK).is_err()).unwrap();
+    assert!((limits::LOCKS - 10..limits::LOCKS).contains(&(holes as usize)), "{holes}");
+    set(1, 0, all, libc::F_UNLCK).unwrap();
+    set(1, 0, all, libc::F_WRLCK).unwrap();
+}
+
+#[test]
+fn who_asks_about_a_lock_leaves_nothing_behind() {
+    let s = share(Config { posix_lock: true, ..Default::default() });
+    s.put("f", b"data");
+    let (node, fh) = s.open(c"f", libc::O_RDWR);
+    let before = s.descriptors();
+    for owner in 0..100 {
+        let lk = FileLock { start: 0, end: 9, kind: libc::F_WRLCK as u32, pid: 1 };
+        s.fs.getlk(node, &LkIn { fh, owner, lk, ..Default::default() }).unwrap();
+        let lk = FileLock { kind: libc::F_UNLCK as u32, ..lk };
+        assert!(s.fs.setlk(node, 0, &LkIn { fh, owner, lk, ..Default::default() }, false).unwrap().is_continue());
+    }
+    assert_eq!(s.descriptors(), before);
+}
+
+#[test]
+fn a_guest_knows_so_many_files() {
+    let s = share(Config { max_inodes: 5, ..Default::default() });
+    for n in 0..10 {
+        s.put(&format!("f{n}"), b"");
+    }
+    let nodes: Vec<u64> = [c"f0", c"f1", c"f2", c"f3"].map(|name| s.lookup(name).unwrap().nodeid).into();
+    assert_eq!(s.lookup(c"f4").err(), Some(Errno::NFILE));
+    assert_eq!(s.fs.mkdir(ROOT_ID, c"d", 0o755, &me()).err(), Some(Errno::NFILE));
+    let create = CreateIn { flags: libc::O_RDWR as u32, mode: 0o600, ..Default::default() };
+    assert_eq!(s.fs.create(ROOT_ID, c"n", &create, &me()).err(), Some(Errno::NFILE));
+    assert_eq!(fs::read_dir(s.dir.path()).unwrap().count(), 10);
+    let listed = s.list_plus();
+    assert_eq!((listed.len(), listed.iter().filter(|(_, entry)| entry.nodeid != 0).count()), (12, 4));
+    // What it knows is served on.
+    assert_eq!(s.lookup(c"f0").unwrap().nodeid, nodes[0]);
+    s.fs.getattr(nodes[1], None).unwrap();
+    s.fs.forget(nodes[2], 2);
+    s.lookup(c"f4").unwrap();
+    s.fs.destroy();
+    assert_eq!(s.fs.known_inodes(), 1);
+}
+
+#[test]
+fn few_listings_are_kept_and_all_are_whole() {
+    let s = plain();
+    let names: Vec<String> = (0..20).map(|n| format!("f{n}")).collect();
+    names.iter().for_each(|name| s.put(name, b""));
+    let list = |fh, offset, room| {
+        let mut list = List { room, ..Default::default() };
+        s.fs.readdir(ROOT_ID, fh, offset, &mut list).unwrap();
+        (list.entries, list.offset)
+    };
+    let fhs: Vec<u64> = (0..limits::LISTINGS + 100).map(|_| s.fs.opendir(ROOT_ID, 0).unwrap().fh).collect();
+    let begun: Vec<_> = fhs.iter().map(|fh| list(*fh, 0, 3)).collect();
+    assert_eq!(s.fs.listings.kept(), limits::LISTINGS);
+    for (fh, (first, mut offset)) in fhs.iter().zip(begun) {
+        let mut seen: Vec<String> = first.into_iter().map(|(name, _)| name).collect();
+        loop {
+            let (more, next) = list(*fh, offset, 3);
+            if more.is_empty() {
+                break;
+            }
+            (offset, _) = (next, seen.extend(more.into_iter().map(|(name, _)| name)));
+        }
+        seen.retain(|name| !name.starts_with('.'));
+        seen.sort_by_key(|name| name[1..].parse::<u32>().unwrap());
+        assert_eq!(seen, names);
+    }
+    assert_eq!(s.fs.listings.kept(), 0);
+    list(fhs[0], 0, 3);
+    s.fs.releasedir(ROOT_ID, fhs[0]).unwrap();
+    assert_eq!(s.fs.listings.kept(), 0);
 }

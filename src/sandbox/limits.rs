@@ -3,6 +3,7 @@
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::{Error, Step};
+use crate::limits::FILE_MAX_SHARE;
 
 /// The default, as virtiofsd has it: each inode that the guest knows and each open file takes a descriptor.
 const DEFAULT_NOFILE: u64 = 1_000_000;
@@ -20,23 +21,47 @@ pub fn set_nofile(limit: Option<u64>) -> Result<u64, Error> {
         Some(limit) => {
             set(limit, limit).step("set --rlimit-nofile (above fs.nr_open, or above the hard limit without root?)")
         }
-        None if current >= DEFAULT_NOFILE => Ok(current),
-        None => set_default(now.maximum.unwrap_or(u64::MAX)),
+        None => set_default(current, now.maximum.unwrap_or(u64::MAX)),
     }
 }
 
-fn set_default(hard: u64) -> Result<u64, Error> {
-    let wanted = nr_open().map_or(DEFAULT_NOFILE, |most| most.min(DEFAULT_NOFILE));
+fn set_default(current: u64, hard: u64) -> Result<u64, Error> {
+    let wanted = wanted(current, sysctl("nr_open"), sysctl("file-max"));
     set(wanted, wanted).or_else(|_| {
-        tracing::warn!("the limit of open files is {hard}, below the {wanted} asked for: a large share may need more");
+        tracing::warn!(
+            "the limit of open files stays at {hard}, since only root may raise it to {wanted}: past it the guest gets \
+             errors (ENFILE) when it opens files, and without file handles when it looks for names"
+        );
         set(hard, hard).step("raise the limit of open files")
     })
+}
+
+fn wanted(current: u64, nr_open: Option<u64>, file_max: Option<u64>) -> u64 {
+    let most = [nr_open, file_max.map(|all| all / FILE_MAX_SHARE)];
+    most.into_iter().flatten().fold(current.max(DEFAULT_NOFILE), u64::min)
 }
 
 fn set(current: u64, maximum: u64) -> rustix::io::Result<u64> {
     setrlimit(Resource::Nofile, Rlimit { current: Some(current), maximum: Some(maximum) }).map(|()| current)
 }
 
-fn nr_open() -> Option<u64> {
-    std::fs::read_to_string("/proc/sys/fs/nr_open").ok()?.trim().parse().ok()
+/// A number of /proc/sys/fs.
+fn sysctl(name: &str) -> Option<u64> {
+    std::fs::read_to_string(format!("/proc/sys/fs/{name}")).ok()?.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn most_of_the_hosts_open_files_are_left_to_others() {
+        let million = DEFAULT_NOFILE;
+        assert_eq!(wanted(1024, Some(1 << 20), Some(i64::MAX as u64)), million);
+        assert_eq!(wanted(1024, Some(1 << 19), Some(i64::MAX as u64)), 1 << 19);
+        assert_eq!(wanted(1024, Some(1 << 20), Some(400_000)), 100_000);
+        assert_eq!(wanted(2 * million, Some(4 * million), Some(400_000)), 100_000);
+        assert_eq!(wanted(2 * million, Some(4 * million), Some(40 * million)), 2 * million);
+        assert_eq!(wanted(1024, None, None), million);
+    }
 }
