@@ -254,7 +254,11 @@ impl Files for PassthroughFs {
         }
         match handle.host.read_cached(handle.fd(), to, read.offset)? {
             Some(n) => Ok(Reading::Done(n)),
-            None => handle.copy().map(Reading::Waits),
+            None => match handle.copy() {
+                Ok(file) => Ok(Reading::Waits(file)),
+                // There is no descriptor left to hand over.
+                Err(_) => sys::preadv(handle.fd(), to, read.offset, 0).map(Reading::Done),
+            },
         }
     }
 
@@ -264,7 +268,7 @@ impl Files for PassthroughFs {
 
     fn file_for_read(&self, node: u64, read: &ReadIn) -> Result<Option<OwnedFd>> {
         let handle = self.handles.get(node, read.fh)?;
-        (!self.shrinks_wait()).then(|| handle.copy()).transpose()
+        Ok(if self.shrinks_wait() { None } else { handle.copy().ok() })
     }
 
     fn file_for_write(&self, node: u64, write: &WriteIn) -> Result<Option<OwnedFd>> {
@@ -272,7 +276,7 @@ impl Files for PassthroughFs {
         // What is mapped has to be told, and what is named otherwise removed, after the write.
         let alone = self.window.is_none() && self.capability.is_none() && write.flags & libc::O_APPEND as u32 == 0;
         self.set_id_kept(write);
-        alone.then(|| handle.copy()).transpose()
+        Ok(if alone { handle.copy().ok() } else { None })
     }
 
     fn write(&self, node: u64, write: &WriteIn, from: &IoRange) -> Result<usize> {
