@@ -41,12 +41,12 @@ impl PassthroughFs {
     }
 
     fn attr_out(&self, node: &Inode, st: &Statx) -> AttrOut {
-        node.tell_size(st.stx_size);
+        let size = self.tell_size(node, st.stx_size);
         AttrOut {
             attr_valid: self.timeout.as_secs(),
             attr_valid_nsec: self.timeout.subsec_nanos(),
             dummy: 0,
-            attr: self.attr(st),
+            attr: Attr { size, ..self.attr(st) },
         }
     }
 
@@ -139,13 +139,13 @@ impl Attrs for PassthroughFs {
             self.saw(&inode, &st);
             Ok(st)
         })?;
-        inode.tell_size(st.stx_size);
+        let size = self.tell_size(&inode, st.stx_size);
         Ok(StatxOut {
             attr_valid: self.timeout.as_secs(),
             attr_valid_nsec: self.timeout.subsec_nanos(),
             flags: 0,
             spare: [0; 2],
-            stat: self.fuse_statx(&st),
+            stat: FuseStatx { size, ..self.fuse_statx(&st) },
         })
     }
 

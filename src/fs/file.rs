@@ -285,6 +285,9 @@ impl Files for PassthroughFs {
         let cached = write.write_flags & WRITE_CACHE != 0;
         let append = write.flags & libc::O_APPEND as u32 != 0 && !cached;
         let flags = if append { libc::RWF_APPEND } else { 0 };
+        if !append {
+            self.grows(node, write.offset)?;
+        }
         let n = self.changing(node, || sys::pwritev(handle.fd(), from, write.offset, flags))?;
         if !cached {
             self.drop_capability(handle.fd());
@@ -331,7 +334,10 @@ impl Files for PassthroughFs {
             return Err(Errno::OPNOTSUPP);
         }
         let handle = self.handles.get(node, a.fh)?;
-        self.changing(node, || fallocate(handle.fd(), mode, a.offset, a.length))?;
+        match mode.intersects(FallocateFlags::PUNCH_HOLE | FallocateFlags::ZERO_RANGE) {
+            true => self.punch(handle.fd(), a, mode, node)?,
+            false => self.changing(node, || fallocate(handle.fd(), mode, a.offset, a.length))?,
+        }
         match self.passing() {
             Some(pass) if mode.contains(FallocateFlags::PUNCH_HOLE) => pass.punched(node, a.offset),
             Some(pass) => pass.wrote(node, handle.fd(), Some(a.offset), a.length),
@@ -357,9 +363,21 @@ impl Files for PassthroughFs {
         let from = self.handles.get(node, a.fh_in)?;
         let to = self.handles.get(a.nodeid_out, a.fh_out)?;
         cred::keep_setid(true);
+        if self.keeps_blocks(node) || self.keeps_blocks(a.nodeid_out) {
+            // The guest's kernel copies by itself then.
+            return Err(Errno::OPNOTSUPP);
+        }
+        self.grows(a.nodeid_out, a.off_out)?;
         let (mut off_in, mut off_out) = (a.off_in, a.off_out);
         let len = usize::try_from(a.len).map_err(|_| Errno::INVAL)?;
-        let copy = || copy_file_range(from.fd(), Some(&mut off_in), to.fd(), Some(&mut off_out), len);
+        // As with `punch`.
+        let fresh = |node, flags| if from.host.shares_blocks { self.fresh(node, flags) } else { None };
+        let (fresh_from, fresh_to) = (fresh(node, OFlags::RDONLY), fresh(a.nodeid_out, OFlags::WRONLY));
+        let (source, target) = match (&fresh_from, &fresh_to) {
+            (Some(from), Some(to)) => (from.as_fd(), to.as_fd()),
+            _ => (from.fd(), to.fd()),
+        };
+        let copy = || copy_file_range(source, Some(&mut off_in), target, Some(&mut off_out), len);
         let n = self.changing(a.nodeid_out, copy)?;
         if let Some(pass) = self.passing() {
             pass.wrote(a.nodeid_out, to.fd(), Some(a.off_out), n as u64);

@@ -37,6 +37,8 @@ pub struct HostFs {
     pub in_memory: bool,
     /// An open file is as good as one opened now: no server is asked at open(2), and there is no copy-up.
     pub open_is_open: bool,
+    /// A copy of a file may share its blocks.
+    pub shares_blocks: bool,
     /// It does not say whether a read would wait (RWF_NOWAIT).
     silent: AtomicBool,
 }
@@ -48,7 +50,8 @@ impl HostFs {
         let in_memory = matches!(kind, libc::TMPFS_MAGIC | RAMFS);
         let flushes = !LOCAL.contains(&kind);
         let open_is_open = !flushes && kind != libc::OVERLAYFS_SUPER_MAGIC;
-        Self { flushes, in_memory, open_is_open, silent: AtomicBool::new(in_memory) }
+        let shares_blocks = kind == libc::XFS_SUPER_MAGIC;
+        Self { flushes, in_memory, open_is_open, shares_blocks, silent: AtomicBool::new(in_memory) }
     }
 
     /// Reads what is in memory; `None` if that is not all there is to read.

@@ -3,7 +3,7 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use rustix::fs::{OFlags, Statx, StatxAttributes};
+use rustix::fs::{FallocateFlags, OFlags, Statx, StatxAttributes, fallocate, fcntl_getfl};
 use rustix::io::Errno;
 
 use super::PassthroughFs;
@@ -55,12 +55,61 @@ impl PassthroughFs {
 
     /// Runs what gives a file this size, ordered with what a guest with passthrough is told of it.
     pub(super) fn resize<R>(&self, inode: &Arc<Inode>, size: u64, run: impl FnOnce() -> Result<R>) -> Result<R> {
-        let run = || self.changing(inode.id, run);
+        let run = || {
+            self.grows(inode.id, size)?;
+            self.changing(inode.id, run)
+                .inspect(|_| self.window.iter().for_each(|window| window.shrunk(inode.id, size)))
+        };
         let look = || inode.with_fd(&self.places, |fd| Ok(stat(fd, c"")?.stx_size));
         match self.passing() {
             Some(pass) => pass.truncate(inode.id, size, run, look),
             None => run(),
         }
+    }
+
+    /// See [`Window::grows`].
+    pub(super) fn grows(&self, node: u64, to: u64) -> Result<()> {
+        self.window.as_ref().map_or(Ok(()), |window| window.grows(node, to))
+    }
+
+    /// The size that the guest is to be told, of the one that the file has: as long as there is no room for what the guest may
+    /// then store in place, the old one.
+    pub(super) fn tell_size(&self, inode: &Inode, size: u64) -> u64 {
+        let told = inode.told_size();
+        let size = match &self.window {
+            Some(window) if size > told && window.grows(inode.id, size).is_err() => told,
+            Some(window) if size < told => {
+                window.shrunk(inode.id, size);
+                size
+            }
+            _ => size,
+        };
+        inode.tell_size(size);
+        size
+    }
+
+    /// Takes blocks from these bytes of a node's file. It is opened anew for that: the guards of other daemons do not see what
+    /// is done by a descriptor that was open when they mapped the file.
+    pub(super) fn punch(&self, file: BorrowedFd, args: &FallocateIn, mode: FallocateFlags, node: u64) -> Result<()> {
+        if let Some(window) = &self.window {
+            window.vacate(node, args.offset, args.length)?;
+        }
+        if fcntl_getfl(file)? & OFlags::ACCMODE == OFlags::RDONLY {
+            return Err(Errno::BADF);
+        }
+        let fresh = self.fresh(node, OFlags::WRONLY);
+        let file = fresh.as_ref().map_or(file, AsFd::as_fd);
+        self.changing(node, || fallocate(file, mode, args.offset, args.length))
+    }
+
+    /// A node's file, opened just now.
+    pub(super) fn fresh(&self, node: u64, flags: OFlags) -> Option<OwnedFd> {
+        self.inodes.get(node).and_then(|inode| inode.open(&self.places, flags)).ok()
+    }
+
+    /// Whether a node's file must not come to share blocks with another.
+    pub(super) fn keeps_blocks(&self, node: u64) -> bool {
+        self.window.as_ref().is_some_and(|window| window.keeps_blocks(node))
     }
 
     /// Compares a file's size with what a guest with passthrough knows.

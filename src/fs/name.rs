@@ -68,9 +68,9 @@ impl PassthroughFs {
     }
 
     pub(super) fn entry(&self, parent: &Inode, inode: &Arc<Inode>, st: &Statx) -> EntryOut {
-        inode.tell_size(st.stx_size);
+        let size = self.tell_size(inode, st.stx_size);
         self.saw(inode, st);
-        let mut attr = self.attr(st);
+        let mut attr = Attr { size, ..self.attr(st) };
         let directory = inode.format() == libc::S_IFDIR;
         if directory && inode.key.mount != parent.key.mount && self.has(InitFlags::SUBMOUNTS) {
             attr.flags |= ATTR_SUBMOUNT;

@@ -14,6 +14,7 @@ use rustix::io::Errno;
 
 use super::proxy::{Event, Kind};
 use super::slots::Slots;
+use super::space::{Stores, has_hole};
 use super::{Copy, DAX, RANGE, Shared, Source, StandIns, sys};
 use crate::fuse::ops::{Answer, Result};
 
@@ -37,6 +38,13 @@ pub enum Job {
     },
     Unmap {
         ranges: Vec<Range<usize>>,
+        answer: Answer,
+    },
+    /// Blocks are about to be taken from these bytes of a node's file.
+    Vacate {
+        node: u64,
+        from: u64,
+        len: u64,
         answer: Answer,
     },
     /// The session is over.
@@ -84,6 +92,8 @@ struct Mapping {
     from: u64,
     kind: Kind,
     writable: bool,
+    /// The guest has asked to store there. It does not before, though it could.
+    stored: bool,
 }
 
 /// A range of the window that is in use, and what is mapped there.
@@ -98,6 +108,7 @@ struct StandIn {
     id: u64,
     kind: Kind,
     fd: Arc<OwnedFd>,
+    real: Arc<OwnedFd>,
     writable: bool,
     /// The host's truncations are waited for.
     guarded: bool,
@@ -177,6 +188,7 @@ impl Mapper {
                 ranges.into_iter().flatten().for_each(|range| self.unmap(range));
                 answer(Ok(()));
             }
+            Job::Vacate { node, from, len, answer } => answer(self.vacate(node, from, len)),
             Job::Reset => self.reset(),
             Job::Event(Event::Revoke(id)) => self.revoke(id),
             job => {
@@ -217,24 +229,52 @@ impl Mapper {
     ) -> Result<()> {
         // Counted, so that the file stays known even between two of its mappings.
         self.known.entry(node).or_insert_with(|| File::new(source)).live += 1;
-        let done = ranges
-            .clone()
-            .zip((from..).step_by(RANGE as usize))
-            .try_for_each(|(range, from)| self.map_range(range, Mapping { node, from, kind: Kind::Through, writable }));
+        let want = |from| Mapping { node, from, kind: Kind::Through, writable, stored: writable };
+        let mut new = Vec::new();
+        let done = ranges.zip((from..).step_by(RANGE as usize)).try_for_each(|(range, from)| {
+            // What the guest has already stays as it is if this fails.
+            if !self.has(range, want(from))? {
+                new.push(range);
+                self.map_range(range, want(from))?;
+            }
+            Ok(())
+        });
         if done.is_err() {
-            ranges.for_each(|range| self.unmap(range));
+            new.into_iter().for_each(|range| self.unmap(range));
         }
         self.let_go(node);
         done
     }
 
-    fn map_range(&mut self, range: usize, want: Mapping) -> Result<()> {
-        if self.mapping(range) == Some(Mapping { writable: true, ..want }) {
-            return Ok(());
+    /// Whether what is mapped will do. A mapping that gives way to another is not there for a moment, so it stays if it can.
+    fn has(&mut self, range: usize, want: Mapping) -> Result<bool> {
+        let Some(have) = self.mapping(range).filter(|have| (have.node, have.from) == (want.node, want.from)) else {
+            return Ok(false);
+        };
+        if !have.writable {
+            return Ok(false);
         }
+        if want.stored && !have.stored {
+            if have.kind == Kind::Through {
+                let Some(through) = self.file(want.node)?.through.clone() else { return Ok(false) };
+                match self.promise(want, &through) {
+                    Err(Errno::OPNOTSUPP) => return Ok(false),
+                    done => done?,
+                }
+            }
+            if let Some(Some(live)) = self.ranges.get_mut(range) {
+                live.mapping.stored = true;
+            }
+        }
+        Ok(true)
+    }
+
+    fn map_range(&mut self, range: usize, want: Mapping) -> Result<()> {
         let stand_in = self.stand_in(want)?;
         self.unmap(range);
-        self.put(range, want, &stand_in)
+        // Of tmpfs each is promised.
+        let stored = stand_in.kind == Kind::Through && self.shared.promises.has(want.node, want.from);
+        self.put(range, Mapping { stored: want.stored || stored, ..want }, &stand_in)
     }
 
     /// What to map for `want`: the file's own pages where that is safe.
@@ -242,10 +282,28 @@ impl Mapper {
         if !self.revoked.contains_key(&want.node)
             && let Some(through) = self.through(want)?
             && self.is_whole(want)?
+            && self.has_room(want, &through)?
         {
             return Ok(through);
         }
         self.cached(want)
+    }
+
+    /// Whether the range can be mapped itself. If so, and if the guest may store there, it has blocks.
+    fn has_room(&self, want: Mapping, through: &StandIn) -> Result<bool> {
+        let in_memory = Stores::of(through.real.as_fd())? == Stores::Memory;
+        if !want.stored && (!in_memory || has_hole(&through.real, want.from)?) {
+            return Ok(!in_memory);
+        }
+        match self.promise(want, through) {
+            Err(Errno::OPNOTSUPP) => Ok(false),
+            done => done.and(Ok(true)),
+        }
+    }
+
+    fn promise(&self, want: Mapping, through: &StandIn) -> Result<()> {
+        let stores = Stores::of(through.real.as_fd())?;
+        self.shared.promises.add(want.node, &through.real, stores, want.from)
     }
 
     /// Whether the guest knows better than to touch the range where the file has no pages. To be asked when the guard is
@@ -261,6 +319,7 @@ impl Mapper {
         let stand_in = match file.through.clone() {
             Some(open) => open,
             None => match source.open(true) {
+                Ok(real) if Stores::of(real.as_fd())? == Stores::Elsewhere => return Ok(None),
                 Ok(real) => match self.open(want.node, Kind::Through, real, true) {
                     // A truncation is under way.
                     Err(Errno::BUSY) => return Ok(None),
@@ -270,8 +329,10 @@ impl Mapper {
                 Err(errno) => return Err(errno),
             },
         };
-        // Where the guard is not, the host could not execute a file that is mapped like this.
-        if !stand_in.guarded && !want.writable && source.facts()?.executable {
+        // Where the guard is not, the host could not execute a file that is mapped like this, and nobody would tell when
+        // another file comes to share its blocks.
+        let shares = || Ok(Stores::of(stand_in.real.as_fd())? == Stores::Unshared);
+        if !stand_in.guarded && (shares()? || !want.writable && source.facts()?.executable) {
             if !self.is_mapped(want.node, Kind::Through) {
                 self.file(want.node)?.through = None;
             }
@@ -298,7 +359,8 @@ impl Mapper {
     fn open(&mut self, node: u64, kind: Kind, real: OwnedFd, writable: bool) -> Result<StandIn> {
         let id = self.shared.next_id();
         let opened = self.files.open(id, kind, real.as_fd()).map_err(|e| errno(&e))?;
-        let stand_in = StandIn { id, kind, fd: Arc::new(opened.fd), writable, guarded: opened.guarded };
+        let (fd, real, guarded) = (Arc::new(opened.fd), Arc::new(real), opened.guarded);
+        let stand_in = StandIn { id, kind, fd, real, writable, guarded };
         let file = self.known.get_mut(&node).ok_or(Errno::STALE)?;
         match kind {
             Kind::Through => file.through = Some(stand_in.clone()),
@@ -314,7 +376,11 @@ impl Mapper {
     /// take the mapping away for a moment.
     fn put(&mut self, range: usize, want: Mapping, stand_in: &StandIn) -> Result<()> {
         let mapping = Mapping { kind: stand_in.kind, writable: stand_in.writable, ..want };
-        self.shared.map(DAX, range as u64 * RANGE, RANGE, stand_in.fd.as_fd(), mapping.from, mapping.writable)?;
+        let (at, file) = (range as u64 * RANGE, stand_in.fd.as_fd());
+        if let Err(errno) = self.shared.map(DAX, at, RANGE, file, mapping.from, mapping.writable) {
+            self.break_promise(mapping);
+            return Err(errno);
+        }
         if let Some(place) = self.ranges.get_mut(range) {
             *place = Some(Live { mapping, file: stand_in.fd.clone() });
         }
@@ -325,7 +391,14 @@ impl Mapper {
     fn unmap(&mut self, range: usize) {
         let Some(Live { mapping, file }) = self.ranges.get_mut(range).and_then(Option::take) else { return };
         self.shared.unmap(DAX, range as u64 * RANGE, RANGE, file.as_fd(), mapping.from);
+        self.break_promise(mapping);
         self.let_go(mapping.node);
+    }
+
+    fn break_promise(&self, mapping: Mapping) {
+        if mapping.kind == Kind::Through && mapping.stored {
+            self.shared.promises.remove(mapping.node, mapping.from);
+        }
     }
 
     fn mapping(&self, range: usize) -> Option<Mapping> {
@@ -382,10 +455,28 @@ impl Mapper {
         file.live += 1;
         file.through = None;
         for (range, mapping) in mapped {
-            let copy = self.cached(Mapping { writable: false, ..mapping });
+            let copy = self.cached(Mapping { writable: mapping.stored, ..mapping });
             self.replace(range, mapping, copy);
         }
         self.let_go(node);
+    }
+
+    /// Puts copies in the place of ranges that the guest may store to, since it does not ask again when their blocks are gone.
+    /// It makes no use of the file until it is told that they are.
+    fn vacate(&mut self, node: u64, from: u64, len: u64) -> Result<()> {
+        let end = from.saturating_add(len);
+        let touched = |m: &Mapping| m.stored && m.from < end && from < m.from + RANGE;
+        let mapped = self.mapped(node, Kind::Through).into_iter().filter(|(_, mapping)| touched(mapping));
+        for (range, mapping) in mapped.collect::<Vec<_>>() {
+            let copy = self.cached(Mapping { writable: true, ..mapping })?;
+            self.replace(range, mapping, Ok(copy));
+        }
+        if !self.is_mapped(node, Kind::Through)
+            && let Ok(file) = self.file(node)
+        {
+            file.through = None;
+        }
+        Ok(())
     }
 
     /// Brings the file's own pages back where a truncation has left all of a range, once it is over.
@@ -412,7 +503,10 @@ impl Mapper {
             whole.len() + cut.len()
         );
         for (range, mapping) in whole {
-            self.replace(range, mapping, Ok(through.clone()));
+            // Else the copy stays.
+            if self.has_room(mapping, &through) == Ok(true) {
+                self.replace(range, mapping, Ok(through.clone()));
+            }
         }
         if !self.is_mapped(node, Kind::Through)
             && let Ok(file) = self.file(node)
@@ -427,7 +521,7 @@ impl Mapper {
         }
         self.unmap(range);
         if let Err(errno) = stand_in.and_then(|stand_in| self.put(range, mapping, &stand_in)) {
-            tracing::warn!("a mapping that a truncation on the host took away cannot be replaced: {errno}");
+            tracing::warn!("a mapping that lost its place cannot be replaced: {errno}");
         }
         self.let_go(mapping.node);
     }

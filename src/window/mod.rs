@@ -12,6 +12,7 @@ mod passthrough;
 pub mod proxy;
 mod room;
 mod slots;
+mod space;
 mod sys;
 mod table;
 #[cfg(test)]
@@ -29,11 +30,12 @@ use dashmap::DashMap;
 use parking_lot::{Condvar, Mutex};
 use rustix::io::Errno;
 
-use crate::fuse::ops::{Handover, Result};
+use crate::fuse::ops::{Handover, Result, Served};
 use mapper::{Job, Mapper, errno};
 pub use passthrough::{MIN_SIZE, Passthrough, Settings, Writable};
 use proxy::{Event, Kind, Opened, Proxy};
 use slots::Slots;
+use space::{Promises, Stores};
 
 /// log2 of [`RANGE`], as FUSE_INIT's map_alignment has it.
 pub const RANGE_SHIFT: u16 = 21;
@@ -133,6 +135,7 @@ struct Shared {
     live: [AtomicUsize; 3],
     /// By nodeid.
     copies: DashMap<u64, Copy>,
+    promises: Promises,
     /// Stand-ins that were ever opened.
     ids: AtomicU64,
 }
@@ -336,6 +339,39 @@ impl Window {
             tracing::warn!("the guest may see old contents of a mapped file: {e}");
         }
         changed
+    }
+
+    /// To be called before the guest can know that a node's file is so long: what it may store in place has room then.
+    ///
+    /// # Errors
+    /// ENOSPC, EDQUOT and the like; the guest must not know then.
+    pub fn grows(&self, node: u64, to: u64) -> Result<()> {
+        self.shared.promises.grows(node, to)
+    }
+
+    /// A node's file was cut off there.
+    pub fn shrunk(&self, node: u64, to: u64) {
+        self.shared.promises.shrunk(node, to);
+    }
+
+    /// To be called before blocks are taken from these bytes of a node's file. It waits for the frontend.
+    ///
+    /// # Errors
+    /// What keeps copies from being put in place of what is mapped there. The blocks must stay then.
+    pub fn vacate(&self, node: u64, from: u64, len: u64) -> Result<()> {
+        if self.shared.promises.stores(node).is_none() {
+            return Ok(());
+        }
+        let jobs = self.jobs.clone();
+        let vacate: Handover = Box::new(move |answer| {
+            let _ = jobs.send(Job::Vacate { node, from, len, answer });
+        });
+        Served::Later(vacate).wait()
+    }
+
+    /// Whether a node's file must not come to share blocks.
+    pub fn keeps_blocks(&self, node: u64) -> bool {
+        self.shared.promises.stores(node) == Some(Stores::Unshared)
     }
 
     fn ranges(&self, at: u64, len: u64) -> Result<std::ops::Range<usize>> {

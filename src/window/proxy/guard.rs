@@ -19,7 +19,7 @@ use std::{io, thread};
 use libc::*;
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
-use rustix::fs::{AtFlags, Mode, OFlags, openat, readlinkat, statat};
+use rustix::fs::{AtFlags, Mode, OFlags, fstatfs, openat, readlinkat, statat};
 use rustix::net::SendFlags;
 use rustix::process::getppid;
 use zerocopy::IntoBytes;
@@ -247,7 +247,7 @@ fn first_look(guard: &Guard, last: &mut LastCaller, event: Event) -> Option<Wait
     for _ in 0..LOOKS {
         match last.call(&guard.proc, event.pid) {
             Ok(call) if call == RUNNING => thread::yield_now(),
-            Ok(call) if is_harmless(event.mask, &call) => {
+            Ok(call) if leaves_blocks(event.mask, &call, &file) => {
                 allow(guard, &file);
                 return None;
             }
@@ -292,7 +292,8 @@ fn verdict(shared: &Shared, guard: &Guard, waiting: &mut Waiting) -> Verdict {
         let call = guard.proc.call(waiting.caller).unwrap_or_default();
         match () {
             () if call == RUNNING && waiting.since.elapsed() < TO_SLEEP => return Verdict::Wait,
-            () if is_harmless(waiting.mask, &call) || is_ours(shared, guard, waiting.caller) => return Verdict::Allow,
+            () if leaves_blocks(waiting.mask, &call, &waiting.file) => return Verdict::Allow,
+            () if is_ours(shared, guard, waiting.caller) => return Verdict::Allow,
             () => waiting.call = Some(call),
         }
     }
@@ -345,6 +346,18 @@ const MOVES_DATA: &[c_long] = &[
 /// KVM_RUN of include/uapi/linux/kvm.h: the page faults of a guest. Other requests might do anything.
 const KVM_RUN: u64 = 0xae80;
 
+/// Allocates, and keeps or raises the size; other modes of fallocate(2) take blocks away.
+const ALLOCATES: u64 = (FALLOC_FL_KEEP_SIZE | FALLOC_FL_UNSHARE_RANGE) as u64;
+
+/// Whether the thread with this line of /proc/TID/syscall cannot be about to take blocks from this file, or to have another
+/// share them.
+fn leaves_blocks(mask: u64, line: &str, file: &OwnedFd) -> bool {
+    let copies = || line.split(' ').next().and_then(|number| number.parse().ok()) == Some(SYS_copy_file_range);
+    // Where a store goes to the same blocks, a copy has its own, but for XFS.
+    let shares = || !fstatfs(file).is_ok_and(|st| st.f_type != XFS_SUPER_MAGIC);
+    is_harmless(mask, line) && !(copies() && shares())
+}
+
 /// Whether the thread with this line of /proc/TID/syscall cannot be about to shrink a file.
 #[expect(non_upper_case_globals, reason = "libc's names")]
 fn is_harmless(mask: u64, line: &str) -> bool {
@@ -361,6 +374,8 @@ fn is_harmless(mask: u64, line: &str) -> bool {
         // A page fault.
         (-1, [_, _]) => true,
         (SYS_ioctl, [_, request, ..]) => *request == KVM_RUN,
+        // A mode is 32 bits wide.
+        (SYS_fallocate, [_, mode, _, _, _, _, _, _]) => mode & 0xffff_ffff & !ALLOCATES == 0,
         (number, [_, _, _, _, _, _, _, _]) => MOVES_DATA.contains(&number),
         _ => false,
     }
@@ -436,6 +451,9 @@ mod tests {
         for call in MOVES_DATA {
             assert!(is_harmless(FAN_PRE_ACCESS, &line(*call, [3, 0, 0, 0, 0, 0])));
         }
+        for mode in [0, FALLOC_FL_KEEP_SIZE, FALLOC_FL_KEEP_SIZE | FALLOC_FL_UNSHARE_RANGE] {
+            assert!(is_harmless(FAN_PRE_ACCESS, &line(SYS_fallocate, [3, mode as u64, 0, 0, 0, 0])), "{mode}");
+        }
         assert!(is_harmless(FAN_PRE_ACCESS, "-1 0x7ffc0 0x7f000"));
         assert!(is_harmless(FAN_PRE_ACCESS, &line(SYS_ioctl, [9, KVM_RUN, 0, 0, 0, 0])));
         assert!(is_harmless(FAN_OPEN_PERM, &line(SYS_openat, [3, 0, O_RDWR as u64, 0, 0, 0])));
@@ -444,8 +462,11 @@ mod tests {
 
     #[test]
     fn all_others_are_suspect() {
-        for call in [SYS_truncate, SYS_ftruncate, SYS_fallocate, SYS_openat2, SYS_rename, SYS_ioctl, 1 << 30] {
+        for call in [SYS_truncate, SYS_ftruncate, SYS_openat2, SYS_rename, SYS_ioctl, 1 << 30] {
             assert!(!is_harmless(FAN_PRE_ACCESS, &line(call, [3, 0, 0, 0, 0, 0])), "{call}");
+        }
+        for mode in [FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, FALLOC_FL_COLLAPSE_RANGE, FALLOC_FL_ZERO_RANGE] {
+            assert!(!is_harmless(FAN_PRE_ACCESS, &line(SYS_fallocate, [3, mode as u64, 0, 0, 0, 0])), "{mode}");
         }
         let truncating = line(SYS_openat, [3, 0, (O_RDWR | O_TRUNC) as u64, 0, 0, 0]);
         assert!(!is_harmless(FAN_OPEN_PERM, &truncating));

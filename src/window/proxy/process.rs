@@ -35,7 +35,7 @@ const ALLOWED: &[&[c_long]] = &[
     // FUSE requests, and the real files.
     &[SYS_read, SYS_readv, SYS_write, SYS_writev, SYS_pread64, SYS_pwritev2, SYS_fsync, SYS_fdatasync],
     // Proxy files, /proc/TID, marks.
-    &[SYS_openat, SYS_close, SYS_fstat, SYS_newfstatat, SYS_statx, SYS_fanotify_mark, SYS_fcntl],
+    &[SYS_openat, SYS_close, SYS_fstat, SYS_newfstatat, SYS_statx, SYS_fstatfs, SYS_fanotify_mark, SYS_fcntl],
     // The daemon, and events.
     &[SYS_recvmsg, SYS_sendmsg, SYS_ppoll],
     // Memory and threads.

@@ -1,0 +1,159 @@
+//! Room on the host's file systems for what the guest stores in place. A store that finds none is a SIGBUS for the frontend,
+//! and the end of the virtual machine.
+
+use std::collections::BTreeSet;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+use dashmap::DashMap;
+use parking_lot::Mutex;
+use rustix::fs::{FallocateFlags, SeekFrom, fallocate, fstat, fstatfs, seek};
+use rustix::io::{Errno, retry_on_intr};
+
+use super::RANGE;
+use crate::fuse::ops::Result;
+
+/// Where a file system puts what is stored to a page that has blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stores {
+    /// In these blocks.
+    InPlace,
+    /// In these blocks, unless another file shares them.
+    Unshared,
+    /// In memory, of which a load from a hole takes some too.
+    Memory,
+    /// Perhaps in new blocks, each time.
+    Elsewhere,
+}
+
+impl Stores {
+    /// By statfs(2)'s f_type. What is not known counts as copying on each write.
+    pub fn of(file: BorrowedFd) -> Result<Self> {
+        Ok(match fstatfs(file)?.f_type {
+            // And ext2 and ext3, which have the same number.
+            libc::EXT4_SUPER_MAGIC => Self::InPlace,
+            libc::XFS_SUPER_MAGIC => Self::Unshared,
+            libc::TMPFS_MAGIC => Self::Memory,
+            _ => Self::Elsewhere,
+        })
+    }
+
+    /// Gives a part of a file blocks of its own.
+    fn allocate(self, file: &OwnedFd, from: u64, end: u64) -> Result<()> {
+        if from >= end {
+            return Ok(());
+        }
+        let mut mode = FallocateFlags::KEEP_SIZE;
+        mode.set(FallocateFlags::UNSHARE_RANGE, self == Self::Unshared);
+        retry_on_intr(|| fallocate(file, mode, from, end - from))
+    }
+}
+
+/// The first byte from `from` on, up to `size`, that has no block.
+pub fn hole(file: BorrowedFd, from: u64, size: u64) -> Result<u64> {
+    match seek(file, SeekFrom::Hole(from)) {
+        Err(Errno::NXIO) => Ok(size),
+        found => found,
+    }
+}
+
+/// The ranges that guests may store to, by nodeid: each has blocks as far as its file goes.
+///
+/// A file may grow by a hole within such a range, by whomever. The guest stores there only when it knows the new size, and
+/// it knows that only from this daemon, which sees to the blocks first.
+#[derive(Default)]
+pub struct Promises(DashMap<u64, Arc<Mutex<Promise>>>);
+
+struct Promise {
+    file: Arc<OwnedFd>,
+    stores: Stores,
+    /// Where in the file they begin.
+    ranges: BTreeSet<u64>,
+    /// All of them have blocks up to here.
+    end: u64,
+}
+
+impl Promise {
+    /// `to`: the size of the file, now or soon.
+    fn grow(&mut self, to: u64) -> Result<()> {
+        for &from in self.ranges.range(self.end.saturating_sub(RANGE)..to) {
+            self.stores.allocate(&self.file, from.max(self.end), to.min(from + RANGE))?;
+        }
+        self.end = self.end.max(to);
+        Ok(())
+    }
+}
+
+impl Promises {
+    /// Sees to the blocks of the range at `from`, now and when its file grows.
+    ///
+    /// # Errors
+    /// ENOSPC, EDQUOT and what else allocation fails with; EOPNOTSUPP if the file system cannot allocate.
+    pub fn add(&self, node: u64, file: &Arc<OwnedFd>, stores: Stores, from: u64) -> Result<()> {
+        let new = || {
+            let (ranges, end) = (BTreeSet::new(), 0);
+            Arc::new(Mutex::new(Promise { file: file.clone(), stores, ranges, end }))
+        };
+        let known = self.0.entry(node).or_insert_with(new).clone();
+        let mut promise = known.lock();
+        let size = fstat(&promise.file)?.st_size as u64;
+        let done =
+            stores.allocate(file, from, promise.end.max(size).min(from + RANGE)).and_then(|()| promise.grow(size));
+        if done.is_ok() {
+            promise.ranges.insert(from);
+        }
+        drop(promise);
+        self.drop_empty(node);
+        done
+    }
+
+    pub fn remove(&self, node: u64, from: u64) {
+        let Some(promise) = self.get(node) else { return };
+        promise.lock().ranges.remove(&from);
+        self.drop_empty(node);
+    }
+
+    /// The mapper alone adds and removes.
+    fn drop_empty(&self, node: u64) {
+        self.0.remove_if(&node, |_, promise| promise.lock().ranges.is_empty());
+    }
+
+    /// Whether the range at `from` is promised.
+    pub fn has(&self, node: u64, from: u64) -> bool {
+        self.get(node).is_some_and(|promise| promise.lock().ranges.contains(&from))
+    }
+
+    fn get(&self, node: u64) -> Option<Arc<Mutex<Promise>>> {
+        self.0.get(&node).map(|promise| promise.clone())
+    }
+
+    /// Where the file system puts what is stored to a node's ranges, if there are any.
+    pub fn stores(&self, node: u64) -> Option<Stores> {
+        self.get(node).map(|promise| promise.lock().stores)
+    }
+
+    /// To be called before the guest can know that the file is so long.
+    ///
+    /// # Errors
+    /// As [`add`](Self::add); the guest must not know then.
+    pub fn grows(&self, node: u64, to: u64) -> Result<()> {
+        match self.get(node) {
+            Some(promise) if to > promise.lock().end => promise.lock().grow(to),
+            _ => Ok(()),
+        }
+    }
+
+    /// The file was cut off, and so were its blocks.
+    pub fn shrunk(&self, node: u64, to: u64) {
+        if let Some(promise) = self.get(node) {
+            let mut promise = promise.lock();
+            promise.end = promise.end.min(to);
+        }
+    }
+}
+
+/// Whether the range at `from` has one within the file.
+pub fn has_hole(file: &OwnedFd, from: u64) -> Result<bool> {
+    let end = (fstat(file)?.st_size as u64).min(from + RANGE);
+    Ok(from < end && hole(file.as_fd(), from, end)? < end)
+}

@@ -1,0 +1,457 @@
+//! Disks that are full while a guest stores in place: on small file systems, with the real proxy and guard. Needs root, loop
+//! devices, mkfs.ext4, mkfs.xfs and mkfs.btrfs.
+//!
+//! The program runs itself, as in `window_proxy.rs`; each test is a process in a mount namespace of its own.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File, OpenOptions};
+use std::io::Write;
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::process::{Command, ExitCode, Stdio};
+use std::sync::Arc;
+use std::thread::{sleep, spawn};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{Mode, OFlags};
+use tempfile::TempDir;
+use thruway::device;
+use thruway::frontend::{Frontend, Mapped, Options, Window as Region};
+use thruway::fs::{Config, PassthroughFs, proc_self_fd};
+use thruway::fuse::Server;
+use thruway::fuse::abi::*;
+use thruway::sandbox::seccomp;
+use thruway::window::proxy::{self, Guard, GuardMode};
+use thruway::window::{RANGE, Window};
+use vm_memory::FileOffset;
+use vm_memory::mmap::MmapRegion;
+use zerocopy::{FromBytes, IntoBytes};
+
+const TESTS: &[(&str, fn(&str))] = &[
+    ("a_store_has_room", a_store_has_room),
+    ("a_load_has_room", a_load_has_room),
+    ("a_hole_that_comes_later_has_room", a_hole_that_comes_later_has_room),
+    ("growth_has_room", growth_has_room),
+    ("another_daemon_takes_no_blocks", another_daemon_takes_no_blocks),
+];
+
+/// ext2 stands for what cannot allocate in advance.
+const DISKS: &[&str] = &["ext4", "ext2", "ext4-quota", "xfs", "xfs-quota", "btrfs", "tmpfs"];
+
+/// The exit code of a test that could not run.
+const SKIPPED: u8 = 77;
+
+/// Of 32 ranges.
+const SIZE: u64 = 32 * RANGE;
+
+/// No file is larger than this in a test: 16 MiB.
+const LEN: u64 = 8 * RANGE;
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    match args.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        ["--run", name, disk] => TESTS.iter().find(|(n, _)| *n == name).unwrap().1(disk),
+        ["--daemon", share, socket] => daemon(share, socket),
+        _ => return run_all(args.iter().find(|arg| !arg.starts_with('-')).map_or("", String::as_str)),
+    }
+    ExitCode::SUCCESS
+}
+
+fn run_all(filter: &str) -> ExitCode {
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: it mounts file systems");
+        return ExitCode::SUCCESS;
+    }
+    let mut failed = 0;
+    for (name, disk) in TESTS.iter().flat_map(|(name, _)| DISKS.iter().map(move |disk| (name, disk))) {
+        if !format!("{name} {disk}").contains(filter) {
+            continue;
+        }
+        let this = std::env::current_exe().unwrap();
+        let mut run = Command::new("unshare");
+        run.args(["--mount", "--propagation=private"]).arg(this).args(["--run", name, disk]);
+        let status = run.status().unwrap();
+        let skipped = status.code() == Some(SKIPPED.into());
+        failed += usize::from(!status.success() && !skipped);
+        let result = if skipped { "skipped" } else { ["FAILED", "ok"][usize::from(status.success())] };
+        println!("test {name} {disk} ... {result}");
+    }
+    println!("{failed} failed");
+    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn skip(reason: impl std::fmt::Display) -> ! {
+    println!("skipped: {reason}");
+    std::process::exit(SKIPPED.into())
+}
+
+fn sh(command: &str) {
+    let output = Command::new("sh").args(["-ec", command]).output().unwrap();
+    assert!(output.status.success(), "{command}: {}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// A small file system of its own.
+struct Disk {
+    kind: String,
+    dir: TempDir,
+}
+
+impl Disk {
+    fn new(kind: &str) -> Self {
+        let dir = TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let (image, share) = (dir.path().join("image"), dir.path().join("share"));
+        fs::create_dir(&share).unwrap();
+        let (image, at) = (image.to_str().unwrap(), share.to_str().unwrap());
+        let (mkfs, options) = match kind {
+            "ext4" => ("mkfs.ext4 -q -m 0", "loop"),
+            "ext4-quota" => ("mkfs.ext4 -q -m 0 -O quota,project -E quotatype=prjquota", "loop,prjquota"),
+            "ext2" => ("mkfs.ext2 -q -m 0", "loop"),
+            "xfs" => ("mkfs.xfs -q -m reflink=1", "loop"),
+            "xfs-quota" => ("mkfs.xfs -q -m reflink=1", "loop,prjquota"),
+            "btrfs" => ("mkfs.btrfs -q", "loop"),
+            _ => {
+                sh(&format!("mount -t tmpfs -o size=64M none {at}"));
+                return Self { kind: kind.into(), dir };
+            }
+        };
+        // XFS wants 300 MiB.
+        sh(&format!("truncate -s 320M {image} && {mkfs} {image}"));
+        let mounted = Command::new("mount").args(["-o", options, image, at]).stderr(Stdio::null()).status().unwrap();
+        if !mounted.success() {
+            skip(format!("the kernel does not mount {kind}"));
+        }
+        if kind.ends_with("quota") {
+            sh(&format!("xfs_quota -fxc 'project -s -p {at} 7' -c 'limit -p bhard=64m 7' {at}"));
+        }
+        Self { kind: kind.into(), dir }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join("share").join(name)
+    }
+
+    /// A new file of so many bytes, with "r" in the first ones.
+    fn file(&self, name: &str, filled: u64, len: u64) -> File {
+        let mut file = OpenOptions::new().read(true).write(true).create_new(true).open(self.path(name)).unwrap();
+        file.write_all(&vec![b'r'; filled as usize]).unwrap();
+        file.set_len(len).unwrap();
+        file.sync_all().unwrap();
+        file
+    }
+
+    /// Leaves no room. What the file system had set aside comes free with the first sync.
+    fn fill(&self) {
+        let mut file = OpenOptions::new().append(true).create(true).open(self.path("filler")).unwrap();
+        for _ in 0..3 {
+            let mut piece = &vec![b'f'; 1 << 20][..];
+            while !piece.is_empty() {
+                if file.write(piece).is_err() {
+                    piece = &piece[piece.len() / 2 + 1..];
+                }
+            }
+            let _ = file.sync_all();
+        }
+    }
+
+    /// Its daemon is another process.
+    fn another_guest(&self) -> impl FnOnce() -> Guest {
+        let socket = TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let path = socket.path().join("socket");
+        let mut daemon = Command::new(std::env::current_exe().unwrap());
+        daemon.args(["--daemon".as_ref(), self.path(".").as_os_str(), path.as_os_str()]).spawn().unwrap();
+        move || {
+            let until = Instant::now() + Duration::from_secs(20);
+            while !path.exists() && Instant::now() < until {
+                sleep(Duration::from_millis(1));
+            }
+            let frontend = Frontend::connect(&path, Options::default()).unwrap();
+            frontend.fuse_init(u64::MAX).unwrap();
+            Guest { frontend, region: None, _socket: socket }
+        }
+    }
+
+    /// Where a store to a page that has blocks takes none.
+    fn stores_in_place(&self) -> bool {
+        self.kind != "btrfs"
+    }
+}
+
+struct Guest {
+    frontend: Frontend,
+    /// None: it has no window.
+    region: Option<Region>,
+    _socket: TempDir,
+}
+
+impl Guest {
+    fn new(disk: &Disk) -> Self {
+        // By a process of one thread.
+        let proxy = proxy::start(GuardMode::Fanotify, seccomp::Action::Kill).unwrap_or_else(|e| skip(e));
+        if disk.kind != "tmpfs" && *proxy.guard() != Guard::On {
+            skip(proxy.guard());
+        }
+        let root = rustix::fs::open(disk.path("."), OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap();
+        let window = Window::new(SIZE, None, Arc::new(proxy)).unwrap();
+        let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), Config::default()).unwrap();
+        let fs = fs.with_window(Some(window.clone()));
+        let socket = TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let path = socket.path().join("socket");
+        let listener = UnixListener::bind(&path).unwrap();
+        let options = device::Options { window: Some(window), ..Default::default() };
+        spawn(move || device::serve(listener, Arc::new(Server::new(fs)), options));
+        let mut frontend = Frontend::connect(&path, Options::default()).unwrap();
+        let region = Some(frontend.open_window().unwrap());
+        frontend.fuse_init(u64::MAX).unwrap();
+        Self { frontend, region, _socket: socket }
+    }
+
+    fn call(&self, opcode: Opcode, node: u64, args: &[u8], room: usize) -> Result<Vec<u8>, i32> {
+        self.frontend.request(1, opcode as u32, node, args, &[], room)
+    }
+
+    fn lookup(&self, name: &str) -> u64 {
+        let name = format!("{name}\0");
+        let entry = self.call(Opcode::Lookup, ROOT_ID, name.as_bytes(), size_of::<EntryOut>()).unwrap();
+        EntryOut::read_from_bytes(&entry).unwrap().nodeid
+    }
+
+    fn open(&self, node: u64) -> u64 {
+        let open = OpenIn { flags: libc::O_RDWR as u32, open_flags: 0 };
+        let out = self.call(Opcode::Open, node, open.as_bytes(), size_of::<OpenOut>()).unwrap();
+        OpenOut::read_from_bytes(&out).unwrap().fh
+    }
+
+    /// As Linux does: one range, at the same place of the window.
+    fn map(&self, node: u64, range: u64, write: bool) -> Result<(), i32> {
+        let at = range * RANGE;
+        let flags = if write { SETUPMAPPING_WRITE } else { 0 };
+        let args = SetupmappingIn { fh: u64::MAX, foffset: at, len: RANGE, flags, moffset: at };
+        self.call(Opcode::Setupmapping, node, args.as_bytes(), 0).map(drop)
+    }
+
+    fn size(&self, node: u64) -> u64 {
+        let out = self.call(Opcode::Getattr, node, GetattrIn::default().as_bytes(), size_of::<AttrOut>()).unwrap();
+        AttrOut::read_from_bytes(&out).unwrap().attr.size
+    }
+
+    fn set_size(&self, node: u64, size: u64) -> Result<(), i32> {
+        let attr = SetattrIn { valid: SetattrValid::SIZE.bits(), size, ..Default::default() };
+        self.call(Opcode::Setattr, node, attr.as_bytes(), size_of::<AttrOut>()).map(drop)
+    }
+
+    fn write(&self, node: u64, fh: u64, offset: u64, len: usize) -> Result<(), i32> {
+        let write = WriteIn { fh, offset, size: len as u32, ..Default::default() };
+        let args = [write.as_bytes(), &vec![b'w'; len]].concat();
+        self.call(Opcode::Write, node, &args, size_of::<WriteOut>()).map(drop)
+    }
+
+    fn fallocate(&self, node: u64, fh: u64, mode: i32, offset: u64, length: u64) -> Result<(), i32> {
+        let args = FallocateIn { fh, offset, length, mode: mode as u32, padding: 0 };
+        self.call(Opcode::Fallocate, node, args.as_bytes(), 0).map(drop)
+    }
+
+    fn mapped(&self) -> BTreeMap<u64, Mapped> {
+        self.region.as_ref().unwrap().mapped()
+    }
+
+    /// What the frontend gets when the guest touches each page of this part of a range: the signal.
+    fn touch(&self, range: u64, len: u64, write: bool) -> Option<i32> {
+        let mapped = self.mapped()[&(range * RANGE)].clone();
+        let file = FileOffset::new(File::from(mapped.file.try_clone().unwrap()), mapped.from);
+        let (prot, len) = (libc::PROT_READ | libc::PROT_WRITE, len as usize);
+        let memory: MmapRegion = MmapRegion::build(Some(file), len, prot, libc::MAP_SHARED).unwrap();
+        let at = memory.as_ptr();
+        // SAFETY: the child touches nothing but the mapping, and ends.
+        let pid = unsafe { libc::fork() };
+        if pid == 0 {
+            for page in (0..len).step_by(4096) {
+                // SAFETY: it is mapped, and beyond the file's end nothing is touched.
+                unsafe {
+                    match write {
+                        true => at.add(page).write_volatile(b's'),
+                        false => drop(at.add(page).read_volatile()),
+                    }
+                }
+            }
+            // SAFETY: nothing is to be cleaned up.
+            unsafe { libc::_exit(0) };
+        }
+        let mut status = 0;
+        // SAFETY: it is this process's own child.
+        assert_eq!(unsafe { libc::waitpid(pid, &mut status, 0) }, pid);
+        libc::WIFSIGNALED(status).then(|| libc::WTERMSIG(status))
+    }
+
+    /// The guest's processes store wherever they have been allowed to.
+    fn store(&self, ranges: impl IntoIterator<Item = u64>) {
+        for range in ranges {
+            assert_eq!(self.touch(range, RANGE, true), None, "range {range}");
+        }
+    }
+}
+
+fn is_full(done: Result<(), i32>) -> bool {
+    assert!(matches!(done, Ok(()) | Err(libc::ENOSPC | libc::EDQUOT)), "{done:?}");
+    done.is_err()
+}
+
+fn a_store_has_room(kind: &str) {
+    let disk = Disk::new(kind);
+    let guest = Guest::new(&disk);
+    let file = disk.file("file", RANGE / 2, LEN);
+    let node = guest.lookup("file");
+    // Read before, with a hole; stored to, with one; all there.
+    guest.map(node, 0, false).unwrap();
+    guest.map(node, 1, true).unwrap();
+    file.write_all_at(&vec![b'r'; RANGE as usize], 2 * RANGE).unwrap();
+    guest.map(node, 2, true).unwrap();
+    if kind.starts_with("xfs") || kind == "btrfs" {
+        // Blocks that another file has too.
+        disk.file("shared", 2 * RANGE, 2 * RANGE);
+        sh(&format!("cp --reflink=always {0}/shared {0}/copy", disk.path(".").display()));
+        let shared = guest.lookup("shared");
+        let args = SetupmappingIn { fh: u64::MAX, len: RANGE, moffset: 20 * RANGE, ..Default::default() };
+        let write = SetupmappingIn { flags: SETUPMAPPING_WRITE, moffset: 21 * RANGE, foffset: RANGE, ..args };
+        for args in [args, write] {
+            guest.call(Opcode::Setupmapping, shared, args.as_bytes(), 0).unwrap();
+        }
+        disk.fill();
+        let upgrade = SetupmappingIn { flags: SETUPMAPPING_WRITE, ..args };
+        if !is_full(guest.call(Opcode::Setupmapping, shared, upgrade.as_bytes(), 0).map(drop)) {
+            guest.store([20]);
+        }
+        guest.store([21]);
+    }
+    disk.fill();
+    let upgraded = guest.map(node, 0, true);
+    let new = guest.map(node, 3, true);
+    assert!(is_full(upgraded) == is_full(new) || kind == "tmpfs");
+    // Where the guest stores to a copy, it hears of it at fsync.
+    let copies = !disk.stores_in_place() || matches!(kind, "ext2");
+    assert_eq!(is_full(upgraded), !copies && kind != "tmpfs", "{upgraded:?}");
+    // A refusal leaves what there is.
+    assert!(guest.mapped().contains_key(&0));
+    assert_eq!(guest.touch(0, RANGE, false), None);
+    guest.store([1, 2]);
+    if upgraded.is_ok() {
+        guest.store([0]);
+    }
+    if new.is_ok() {
+        guest.store([3]);
+    }
+}
+
+fn a_load_has_room(kind: &str) {
+    let disk = Disk::new(kind);
+    let guest = Guest::new(&disk);
+    disk.file("file", RANGE / 2, LEN);
+    let node = guest.lookup("file");
+    for range in 0..3 {
+        guest.map(node, range, false).unwrap();
+    }
+    disk.fill();
+    for range in 0..3 {
+        assert_eq!(guest.touch(range, RANGE, false), None, "range {range}");
+    }
+}
+
+fn a_hole_that_comes_later_has_room(kind: &str) {
+    let disk = Disk::new(kind);
+    let guest = Guest::new(&disk);
+    let file = disk.file("file", LEN, LEN);
+    let node = guest.lookup("file");
+    let fh = guest.open(node);
+    for range in 0..6 {
+        guest.map(node, range, true).unwrap();
+    }
+    guest.store(0..6);
+    let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+    guest.fallocate(node, fh, punch, RANGE / 2, RANGE).unwrap();
+    let _ = guest.fallocate(node, fh, libc::FALLOC_FL_ZERO_RANGE, 3 * RANGE, RANGE);
+    // It did make room.
+    let blocks = rustix::fs::fstat(&file).unwrap().st_blocks as u64;
+    assert!(kind == "btrfs" || blocks * 512 < LEN, "{blocks}");
+    if kind != "tmpfs" {
+        // By a descriptor that is open since before, and by a new one: but for the first the guard sees them.
+        sh(&format!("fallocate -p -o {} -l {RANGE} {}", 4 * RANGE, disk.path("file").display()));
+    }
+    disk.fill();
+    guest.store(0..6);
+    let mut bytes = [0; 2];
+    file.read_exact_at(&mut bytes[..1], 2 * RANGE).unwrap();
+    assert_eq!(bytes[0], b's');
+}
+
+fn growth_has_room(kind: &str) {
+    let disk = Disk::new(kind);
+    let guest = Guest::new(&disk);
+    let page = 4096;
+    let files: Vec<File> = ["a", "b", "c", "d"].map(|name| disk.file(name, page, page)).into();
+    let nodes: Vec<u64> = ["a", "b", "c", "d"].map(|name| guest.lookup(name)).into();
+    for (at, node) in nodes.iter().enumerate() {
+        let at = at as u64 * RANGE;
+        let args =
+            SetupmappingIn { fh: u64::MAX, len: RANGE, flags: SETUPMAPPING_WRITE, moffset: at, ..Default::default() };
+        guest.call(Opcode::Setupmapping, *node, args.as_bytes(), 0).unwrap();
+    }
+    let fh = guest.open(nodes[1]);
+    // While there is room, and cut off again.
+    guest.set_size(nodes[2], RANGE).unwrap();
+    guest.set_size(nodes[2], page).unwrap();
+    guest.write(nodes[1], fh, 2 * page, page as usize).unwrap();
+    disk.fill();
+    // By the guest, as a whole and by a write beyond the end, after a cut; by another process.
+    let _ = guest.set_size(nodes[0], RANGE);
+    let _ = guest.write(nodes[1], fh, RANGE / 2, 1);
+    let _ = guest.set_size(nodes[2], RANGE);
+    files[3].set_len(RANGE / 2).unwrap();
+    for (range, node) in nodes.iter().enumerate() {
+        let known = guest.size(*node).min(RANGE);
+        assert_eq!(guest.touch(range as u64, known, true), None, "file {range}, {known} bytes");
+    }
+    assert!(disk.stores_in_place() || guest.size(nodes[0]) == RANGE);
+}
+
+/// A second guest, by a daemon of its own, has opened the file long before.
+fn another_daemon_takes_no_blocks(kind: &str) {
+    let disk = Disk::new(kind);
+    if kind == "tmpfs" {
+        skip("there is no guard on tmpfs");
+    }
+    let other = disk.another_guest();
+    let guest = Guest::new(&disk);
+    let other = other();
+    for what in ["punch", "copy"] {
+        disk.file(what, LEN, LEN);
+        disk.file("target", 0, 0);
+        let (node, theirs, target) = (guest.lookup(what), other.lookup(what), other.lookup("target"));
+        let (fh, to) = (other.open(theirs), other.open(target));
+        for range in 0..3 {
+            guest.map(node, range, true).unwrap();
+        }
+        match what {
+            "punch" => {
+                let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+                other.fallocate(theirs, fh, punch, 0, RANGE).unwrap()
+            }
+            _ => {
+                let (nodeid_out, fh_out) = (target, to);
+                let copy = CopyFileRangeIn { fh_in: fh, nodeid_out, fh_out, len: LEN, ..Default::default() };
+                other.call(Opcode::CopyFileRange, theirs, copy.as_bytes(), size_of::<WriteOut>()).map(drop).unwrap()
+            }
+        }
+        disk.fill();
+        guest.store(0..3);
+        fs::remove_file(disk.path("filler")).unwrap();
+        fs::remove_file(disk.path("target")).unwrap();
+    }
+}
+
+/// A daemon without a window, in a process of its own, until its guest is gone.
+fn daemon(share: &str, socket: &str) {
+    let root = rustix::fs::open(share, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap();
+    let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), Config::default()).unwrap();
+    let listener = UnixListener::bind(socket).unwrap();
+    let _ = device::serve(listener, Arc::new(Server::new(fs)), device::Options::default());
+}
