@@ -103,3 +103,8 @@ pub const OWN_DESCRIPTORS: u64 = 4096;
 /// The part of all open files that the host's kernel allows (fs.file-max) which one daemon may have, unless
 /// `--rlimit-nofile` says otherwise: three hostile guests leave a quarter to the host.
 pub const FILE_MAX_SHARE: u64 = 4;
+
+/// Requests of one guest that wait for the mapper: SETUPMAPPING, REMOVEMAPPING, first opens with passthrough. One of a guest
+/// that behaves is of a process that waits, so it needs more threads than this in one moment to come near. At 4 KiB for the
+/// largest, which has a number for each mapping there can be, they hold 16 MiB. One more gets EAGAIN.
+pub const WINDOW_JOBS: usize = 4096;

@@ -33,6 +33,7 @@ const TESTS: &[(&str, fn(&str))] = &[
     ("a_load_has_room", a_load_has_room),
     ("a_hole_that_comes_later_has_room", a_hole_that_comes_later_has_room),
     ("growth_has_room", growth_has_room),
+    ("each_open_hears_of_a_failure_once", each_open_hears_of_a_failure_once),
     ("another_daemon_takes_no_blocks", another_daemon_takes_no_blocks),
 ];
 
@@ -411,6 +412,38 @@ fn growth_has_room(kind: &str) {
         assert_eq!(guest.touch(range as u64, known, true), None, "file {range}, {known} bytes");
     }
     assert!(disk.stores_in_place() || guest.size(nodes[0]) == RANGE);
+}
+
+/// Where what is stored in place goes to a copy, and to the disk when that is full.
+fn each_open_hears_of_a_failure_once(kind: &str) {
+    let disk = Disk::new(kind);
+    if disk.stores_in_place() {
+        skip("what is stored has room");
+    }
+    let guest = Guest::new(&disk);
+    disk.file("file", 0, LEN);
+    let node = guest.lookup("file");
+    let (first, second) = (guest.open(node), guest.open(node));
+    guest.map(node, 0, true).unwrap();
+    disk.fill();
+    guest.store([0]);
+    // Some 50 ms later the daemon finds out by itself.
+    sleep(Duration::from_millis(500));
+    let fsync = |fh| guest.call(Opcode::Fsync, node, FsyncIn { fh, ..Default::default() }.as_bytes(), 0).map(drop);
+    assert!(matches!(fsync(first), Err(libc::ENOSPC | libc::EIO)));
+    assert_eq!((fsync(first), fsync(first)), (Ok(()), Ok(())));
+    let third = guest.open(node);
+    assert_eq!(fsync(third), Ok(()));
+    assert!(matches!(fsync(second), Err(libc::ENOSPC | libc::EIO)));
+    assert_eq!((fsync(second), fsync(first)), (Ok(()), Ok(())));
+    // Nor does the end of the mapping keep it from being told.
+    guest.store([0]);
+    let args = [1u32.as_bytes(), RemovemappingOne { moffset: 0, len: RANGE }.as_bytes()].concat();
+    guest.call(Opcode::Removemapping, 0, &args, 0).unwrap();
+    for fh in [first, second, third] {
+        assert!(matches!(fsync(fh), Err(libc::ENOSPC | libc::EIO)));
+        assert_eq!(fsync(fh), Ok(()));
+    }
 }
 
 /// A second guest, by a daemon of its own, has opened the file long before.

@@ -71,6 +71,7 @@ impl PassthroughFs {
         };
         let entry = self.count(inode, file.as_fd(), flags);
         let mut handle = self.handle(inode, file);
+        handle.heard = inode.failures.heard();
         handle.plain = handle.host.open_is_open && self.is_plain(flags);
         // Nothing can be dirty by this handle, for a shared mapping that is written needs O_RDWR; no file system waits for its
         // close, and no lock goes with it. With writeback the guest's kernel sends FLUSH all the same.
@@ -321,9 +322,11 @@ impl Files for PassthroughFs {
     }
 
     fn fsync(&self, node: u64, fh: u64, datasync: bool) -> Result<()> {
-        self.sync_mappings(node)?;
+        self.sync_mappings(node);
         let handle = self.handles.get(node, fh)?;
-        if datasync { fdatasync(handle.fd()) } else { fsync(handle.fd()) }
+        // Both tell of one failure once.
+        let synced = if datasync { fdatasync(handle.fd()) } else { fsync(handle.fd()) };
+        self.inodes.get(node)?.failures.tell(&handle.heard).and(synced)
     }
 
     fn fallocate(&self, node: u64, a: &FallocateIn) -> Result<()> {
@@ -334,14 +337,16 @@ impl Files for PassthroughFs {
             return Err(Errno::OPNOTSUPP);
         }
         let handle = self.handles.get(node, a.fh)?;
-        match mode.intersects(FallocateFlags::PUNCH_HOLE | FallocateFlags::ZERO_RANGE) {
-            true => self.punch(handle.fd(), a, mode, node)?,
-            false => self.changing(node, || fallocate(handle.fd(), mode, a.offset, a.length))?,
+        if mode.intersects(FallocateFlags::PUNCH_HOLE | FallocateFlags::ZERO_RANGE) {
+            self.punch(handle.fd(), a, mode, node)?;
+            // It may have made the file longer.
+            self.passing().iter().for_each(|pass| pass.wrote(node, handle.fd(), Some(a.offset), 0));
+            return Ok(());
         }
-        match self.passing() {
-            Some(pass) if mode.contains(FallocateFlags::PUNCH_HOLE) => pass.punched(node, a.offset),
-            Some(pass) => pass.wrote(node, handle.fd(), Some(a.offset), a.length),
-            None => {}
+        let since = self.passing().and_then(|pass| pass.allocating(node));
+        self.changing(node, || fallocate(handle.fd(), mode, a.offset, a.length))?;
+        if let (Some(pass), Some(since)) = (self.passing(), since) {
+            pass.allocated(&since, handle.fd(), a.offset, a.length);
         }
         Ok(())
     }

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard};
@@ -25,11 +25,14 @@ pub struct Handle {
     dir: Option<Box<Mutex<DirState>>>,
     /// Owners of POSIX locks that were asked for through this handle.
     lock_owners: Mutex<HashSet<u64>>,
+    /// What it has heard of [`super::inode::Failures`].
+    pub heard: AtomicU32,
 }
 
 impl Handle {
     pub fn file(file: OwnedFd, node: u64, host: Arc<HostFs>) -> Self {
-        Self { file, node, host, plain: false, dir: None, lock_owners: Mutex::default() }
+        let (lock_owners, heard) = (Mutex::default(), AtomicU32::default());
+        Self { file, node, host, plain: false, dir: None, lock_owners, heard }
     }
 
     pub fn dir(file: OwnedFd, node: u64, host: Arc<HostFs>, listings: &Arc<Listings>) -> Self {

@@ -3,7 +3,7 @@
 use std::ffi::CStr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use dashmap::DashMap;
 use dashmap::mapref::entry::Entry;
@@ -113,6 +113,8 @@ pub struct Inode {
     nlookup: AtomicU64,
     /// The size that the guest was told last, in bytes.
     told_size: AtomicU64,
+    /// Of what the guest stored in place.
+    pub failures: Failures,
     /// Locked for reading while the file is in use, and that recursively (a rename within one directory uses it twice);
     /// for writing when it changes, with no other lock held.
     place: RwLock<Place>,
@@ -121,6 +123,35 @@ pub struct Inode {
     /// It was used since the last sweep, and the sweep knows of it.
     used: AtomicBool,
     listed: AtomicBool,
+}
+
+/// The last failure to write to a file and how many there were, so that each open hears of it once. The kernel has the same
+/// in each of its files (errseq_t).
+#[derive(Default)]
+pub struct Failures(AtomicU32);
+
+impl Failures {
+    /// Bits of an errno (MAX_ERRNO of include/linux/err.h).
+    const ERRNO: u32 = 0xfff;
+
+    pub fn add(&self, errno: Errno) {
+        let next = |now: u32| (now & !Self::ERRNO).wrapping_add(Self::ERRNO + 1) | errno.raw_os_error() as u32;
+        let _ = self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, |now| Some(next(now)));
+    }
+
+    /// What an open that begins now has heard of.
+    pub fn heard(&self) -> AtomicU32 {
+        AtomicU32::new(self.0.load(Ordering::Acquire))
+    }
+
+    /// Tells an open what it has not heard of.
+    pub fn tell(&self, heard: &AtomicU32) -> Result<()> {
+        let now = self.0.load(Ordering::Acquire);
+        match heard.swap(now, Ordering::AcqRel) == now {
+            true => Ok(()),
+            false => Err(Errno::from_raw_os_error((now & Self::ERRNO) as i32)),
+        }
+    }
 }
 
 /// A descriptor that is kept.
@@ -138,6 +169,7 @@ impl Inode {
             birth,
             nlookup: AtomicU64::new(nlookup),
             told_size: AtomicU64::new(0),
+            failures: Failures::default(),
             place: RwLock::new(place),
             kept: RwLock::new(None),
             used: AtomicBool::new(false),

@@ -99,7 +99,11 @@ impl PassthroughFs {
         }
         let fresh = self.fresh(node, OFlags::WRONLY);
         let file = fresh.as_ref().map_or(file, AsFd::as_fd);
-        self.changing(node, || fallocate(file, mode, args.offset, args.length))
+        let punch = || self.changing(node, || fallocate(file, mode, args.offset, args.length));
+        match self.passing() {
+            Some(pass) => pass.punching(node, args.offset, punch),
+            None => punch(),
+        }
     }
 
     /// A node's file, opened just now.
@@ -115,8 +119,8 @@ impl PassthroughFs {
     /// Compares a file's size with what a guest with passthrough knows.
     pub(super) fn saw(&self, inode: &Arc<Inode>, st: &Statx) {
         if let Some(pass) = self.passing() {
-            let look = || inode.with_fd(&self.places, |fd| Ok(stat(fd, c"")?.stx_size));
-            pass.saw(inode.id, st.stx_size, look);
+            let look = || inode.with_fd(&self.places, |fd| stat(fd, c"").map(|st| (st.stx_size, st.stx_blocks)));
+            pass.saw(inode.id, st.stx_size, st.stx_blocks, look);
         }
     }
 
@@ -147,8 +151,8 @@ impl PassthroughFs {
     }
 
     /// Brings what the guest wrote by its mappings to the file, where it is not there at once.
-    pub(super) fn sync_mappings(&self, node: u64) -> Result<()> {
-        self.window.as_ref().map_or(Ok(()), |window| window.sync(node))
+    pub(super) fn sync_mappings(&self, node: u64) {
+        self.window.iter().for_each(|window| window.sync(node));
     }
 }
 
@@ -207,5 +211,9 @@ impl Source for Opener {
             told_size: self.inode.told_size(),
             executable: u32::from(st.stx_mode) & EXECUTE != 0,
         })
+    }
+
+    fn failed(&self, errno: Errno) {
+        self.inode.failures.add(errno);
     }
 }

@@ -4,14 +4,14 @@
 use std::collections::HashMap;
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
+use super::jobs::Jobs;
 use super::proxy::{Event, Kind};
 use super::slots::Slots;
 use super::space::{Stores, has_hole};
@@ -37,7 +37,7 @@ pub enum Job {
         answer: Answer,
     },
     Unmap {
-        ranges: Vec<Range<usize>>,
+        ranges: Vec<usize>,
         answer: Answer,
     },
     /// Blocks are about to be taken from these bytes of a node's file.
@@ -62,6 +62,8 @@ pub enum Job {
         node: u64,
         index: u32,
         source: Arc<dyn Source>,
+        /// What to do if it is one too many.
+        refused: Box<dyn FnOnce() + Send>,
     },
     /// The entry's last open is released, and its slot is not to be kept.
     Drop {
@@ -75,6 +77,10 @@ pub enum Job {
     Remap {
         index: u32,
     },
+    /// An entry must not stay mapped.
+    Gone {
+        index: u32,
+    },
     /// The guest wants a live entry that covers these bytes.
     Ask {
         node: u64,
@@ -83,6 +89,21 @@ pub enum Job {
         writable: bool,
         answer: Answer,
     },
+}
+
+impl Job {
+    /// Answers a request of the guest that is not to be done.
+    pub fn refuse(self, errno: Errno) {
+        match self {
+            Self::Map { answer, .. }
+            | Self::Unmap { answer, .. }
+            | Self::Vacate { answer, .. }
+            | Self::Start { answer, .. }
+            | Self::Ask { answer, .. } => answer(Err(errno)),
+            Self::Open { refused, .. } => refused(),
+            _ => {}
+        }
+    }
 }
 
 /// A live mapping, of one [`RANGE`].
@@ -131,6 +152,12 @@ impl File {
     fn copy(&self) -> Option<&StandIn> {
         self.cached.as_ref().filter(|copy| copy.writable)
     }
+
+    fn write_back(&self) {
+        if let Some(copy) = self.copy() {
+            write_back(copy.fd.as_fd(), &*self.source);
+        }
+    }
 }
 
 pub struct Mapper {
@@ -154,16 +181,10 @@ impl Mapper {
         Self { shared, files, ranges, known, revoked, cared: Instant::now(), slots }
     }
 
-    pub fn run(mut self, jobs: Receiver<Job>) {
+    pub fn run(mut self, jobs: &Jobs) -> ! {
         loop {
-            let job = match self.patience() {
-                None => jobs.recv().map_err(RecvTimeoutError::from),
-                Some(patience) => jobs.recv_timeout(patience),
-            };
-            match job {
-                Ok(job) => self.work(job),
-                Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => return,
+            if let Some(job) = jobs.next(self.patience()) {
+                self.work(job);
             }
             if self.needs_care() && self.cared.elapsed() >= TICK {
                 self.care();
@@ -185,7 +206,7 @@ impl Mapper {
                 answer(done.inspect_err(|errno| tracing::debug!(node, from, "not mapped: {errno}")));
             }
             Job::Unmap { ranges, answer } => {
-                ranges.into_iter().flatten().for_each(|range| self.unmap(range));
+                ranges.into_iter().for_each(|range| self.unmap(range));
                 answer(Ok(()));
             }
             Job::Vacate { node, from, len, answer } => answer(self.vacate(node, from, len)),
@@ -210,9 +231,8 @@ impl Mapper {
     }
 
     fn care(&mut self) {
-        for copy in self.known.values().filter_map(File::copy) {
-            // What cannot be written is for the guest's fsync to hear of.
-            let _ = sys::write_back(copy.fd.as_fd());
+        for file in self.known.values() {
+            file.write_back();
         }
         let nodes: Vec<u64> = self.revoked.keys().copied().collect();
         nodes.into_iter().for_each(|node| self.restore(node));
@@ -366,7 +386,8 @@ impl Mapper {
             Kind::Through => file.through = Some(stand_in.clone()),
             Kind::Cached => {
                 file.cached = Some(stand_in.clone());
-                self.shared.copies.insert(node, Copy { id, file: stand_in.fd.clone() });
+                let copy = Copy { id, file: stand_in.fd.clone(), source: file.source.clone() };
+                self.shared.copies.insert(node, copy);
             }
         }
         Ok(stand_in)
@@ -423,6 +444,8 @@ impl Mapper {
         let Ok(file) = self.file(node) else { return };
         file.live -= 1;
         if file.live == 0 {
+            // A close would swallow the error.
+            file.write_back();
             self.shared.copies.remove(&node);
             self.known.remove(&node);
         }
@@ -481,18 +504,17 @@ impl Mapper {
 
     /// Brings the file's own pages back where a truncation has left all of a range, once it is over.
     fn restore(&mut self, node: u64) {
-        let Ok(file) = self.file(node) else {
+        if !self.known.contains_key(&node) {
             self.revoked.remove(&node);
             return;
-        };
-        let copy = file.copy().cloned();
+        }
         let mapped = self.mapped(node, Kind::Cached);
         let Some((_, first)) = mapped.first() else { return };
         // Else it is not over.
         let Ok(Some(through)) = self.through(*first) else { return };
         self.revoked.remove(&node);
-        if let Some(copy) = copy {
-            let _ = sys::write_back(copy.fd.as_fd());
+        if let Ok(file) = self.file(node) {
+            file.write_back();
         }
         let size = self.file(node).and_then(|file| file.source.facts()).map_or(0, |facts| facts.size);
         let (whole, cut): (Vec<_>, Vec<_>) = mapped.into_iter().partition(|(_, m)| m.from + RANGE <= size);
@@ -524,6 +546,14 @@ impl Mapper {
             tracing::warn!("a mapping that lost its place cannot be replaced: {errno}");
         }
         self.let_go(mapping.node);
+    }
+}
+
+/// Brings what the guest stored in a copy to its file. The kernel tells of a failure once, so it is noted here for all opens of the
+/// file.
+pub(super) fn write_back(copy: BorrowedFd, source: &dyn Source) {
+    if let Err(e) = sys::write_back(copy) {
+        source.failed(errno(&e));
     }
 }
 

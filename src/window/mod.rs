@@ -7,6 +7,7 @@
 //! Regions 1 and 2 are window passthrough's (docs/protocol.md): whole files (`slots`), and a table that says where they are
 //! (`table`). The file system decides and counts ([`Passthrough`]).
 
+mod jobs;
 mod mapper;
 mod passthrough;
 pub mod proxy;
@@ -22,7 +23,6 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::mpsc::{Sender, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -31,7 +31,8 @@ use parking_lot::{Condvar, Mutex};
 use rustix::io::Errno;
 
 use crate::fuse::ops::{Handover, Result, Served};
-use mapper::{Job, Mapper, errno};
+use jobs::Jobs;
+use mapper::{Job, Mapper, errno, write_back};
 pub use passthrough::{MIN_SIZE, Passthrough, Settings, Writable};
 use proxy::{Event, Kind, Opened, Proxy};
 use slots::Slots;
@@ -75,6 +76,8 @@ pub trait Source: Send + Sync {
     fn open(&self, writable: bool) -> Result<OwnedFd>;
     /// What decides how it can be mapped, as of now.
     fn facts(&self) -> Result<Facts>;
+    /// What the guest stored in place could not be written: each open of the file is to hear of it once.
+    fn failed(&self, errno: Errno);
 }
 
 /// See [`Source::facts`].
@@ -119,7 +122,7 @@ pub struct Window {
     /// Of the DAX window, in bytes; 0: there is none.
     size: u64,
     passthrough: Option<Arc<Passthrough>>,
-    jobs: Sender<Job>,
+    jobs: Arc<Jobs>,
     shared: Arc<Shared>,
     files: Arc<dyn StandIns>,
 }
@@ -144,6 +147,7 @@ struct Shared {
 struct Copy {
     id: u64,
     file: Arc<OwnedFd>,
+    source: Arc<dyn Source>,
 }
 
 impl Shared {
@@ -200,17 +204,20 @@ impl Shared {
 impl Window {
     /// A DAX window of `size` bytes (0: none), a passthrough window, and their threads.
     pub fn new(size: u64, passthrough: Option<Settings>, files: Arc<dyn StandIns>) -> io::Result<Arc<Self>> {
-        let (jobs, queue) = channel();
+        let jobs = Arc::new(Jobs::default());
         let shared = Arc::new(Shared::default());
         let passthrough =
             passthrough.map(|settings| Passthrough::new(settings, jobs.clone())).transpose()?.map(Arc::new);
         let slots = passthrough.clone().map(|passthrough| Slots::new(passthrough, shared.clone(), files.clone()));
         let mapper = Mapper::new((size / RANGE) as usize, shared.clone(), files.clone(), slots);
-        thread::Builder::new().name("thruway-mapper".into()).spawn(move || mapper.run(queue))?;
+        thread::Builder::new().name("thruway-mapper".into()).spawn({
+            let jobs = jobs.clone();
+            move || mapper.run(&jobs)
+        })?;
         let (tell, events) = (jobs.clone(), files.clone());
         thread::Builder::new().name("thruway-events".into()).spawn(move || {
             while let Some(event) = events.next_event() {
-                let _ = tell.send(Job::Event(event));
+                tell.send(Job::Event(event));
             }
             tracing::error!("the window process ended: no file is mapped any more, restart the daemon");
         })?;
@@ -263,7 +270,7 @@ impl Window {
     /// Drops all mappings, some time soon.
     pub fn reset(&self) {
         self.passthrough.iter().for_each(|passthrough| passthrough.reset());
-        let _ = self.jobs.send(Job::Reset);
+        self.jobs.send(Job::Reset);
     }
 
     /// Whether anything of a file is mapped.
@@ -306,7 +313,7 @@ impl Window {
         }
         let jobs = self.jobs.clone();
         Ok(Box::new(move |answer| {
-            let _ = jobs.send(Job::Map { ranges, from, writable, node, source, answer });
+            jobs.send(Job::Map { ranges, from, writable, node, source, answer });
         }))
     }
 
@@ -315,25 +322,32 @@ impl Window {
     /// # Errors
     /// As [`map`](Self::map); nothing is unmapped then.
     pub fn unmap(&self, parts: &[(u64, u64)]) -> Result<Handover> {
-        let ranges = parts.iter().map(|&(at, len)| self.ranges(at, len)).collect::<Result<Vec<_>>>()?;
+        // However many parts there are, no more is kept than the window has ranges.
+        let mut named = vec![false; (self.size / RANGE) as usize];
+        for &(at, len) in parts {
+            named[self.ranges(at, len)?].fill(true);
+        }
+        let ranges = (0..named.len()).filter(|range| named[*range]).collect();
         let jobs = self.jobs.clone();
         Ok(Box::new(move |answer| {
-            let _ = jobs.send(Job::Unmap { ranges, answer });
+            jobs.send(Job::Unmap { ranges, answer });
         }))
     }
 
-    /// Brings what the guest wrote in place to the file where its mappings are not the file's own pages.
-    pub fn sync(&self, node: u64) -> Result<()> {
-        let Some(file) = self.shared.copies.get(&node).map(|copy| copy.file.clone()) else { return Ok(()) };
-        rustix::fs::fdatasync(file)
+    /// Brings what the guest wrote in place to the file where its mappings are not the file's own pages. [`Source::failed`]
+    /// hears what fails.
+    pub fn sync(&self, node: u64) {
+        let copy = self.shared.copies.get(&node).map(|copy| (copy.file.clone(), copy.source.clone()));
+        if let Some((file, source)) = copy {
+            write_back(file.as_fd(), &*source);
+        }
     }
 
     /// Runs what changes a file's contents other than in place, such that the guest sees one file: what it wrote in place
     /// comes before, and what it reads there is read anew.
     pub fn changing<R>(&self, node: u64, change: impl FnOnce() -> R) -> R {
-        let copy = self.shared.copies.get(&node).map(|copy| (copy.id, copy.file.clone()));
-        let Some((id, file)) = copy else { return change() };
-        let _ = sys::write_back(file.as_fd());
+        let Some(id) = self.shared.copies.get(&node).map(|copy| copy.id) else { return change() };
+        self.sync(node);
         let changed = change();
         if let Err(e) = self.files.invalidate(id) {
             tracing::warn!("the guest may see old contents of a mapped file: {e}");
@@ -364,7 +378,7 @@ impl Window {
         }
         let jobs = self.jobs.clone();
         let vacate: Handover = Box::new(move |answer| {
-            let _ = jobs.send(Job::Vacate { node, from, len, answer });
+            jobs.send(Job::Vacate { node, from, len, answer });
         });
         Served::Later(vacate).wait()
     }

@@ -6,14 +6,15 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::Sender;
 
 use parking_lot::Mutex;
-use rustix::fs::{FsWord, SeekFrom, fstat, fstatfs, seek};
+use rustix::fs::{Stat, fstat};
 use rustix::io::Errno;
 
 use super::Source;
+use super::jobs::Jobs;
 use super::mapper::Job;
+use super::space::{Stores, hole};
 use super::table::{ENTRIES, LEN, Line, REVOKED, Table, VALID, WRITABLE};
 use crate::fuse::ops::{Answer, Handover, Result, Served};
 
@@ -40,10 +41,6 @@ pub struct Settings {
 /// The smallest window: a table and one range for slots.
 pub const MIN_SIZE: u64 = 2 * LEN;
 
-/// File systems that overwrite a block where it is (statfs(2)'s f_type; ext2 and ext3 have ext4's). Not XFS, whose files may
-/// share blocks.
-const IN_PLACE: [FsWord; 2] = [libc::EXT4_SUPER_MAGIC, libc::TMPFS_MAGIC];
-
 /// Fed by the file system and the mapper.
 pub struct Passthrough {
     pub(super) table: Table,
@@ -51,8 +48,11 @@ pub struct Passthrough {
     /// The guest has the table.
     on: AtomicBool,
     pub(super) nodes: Mutex<Nodes>,
-    jobs: Sender<Job>,
+    jobs: Arc<Jobs>,
 }
+
+/// An entry, and how many holes have come about in its file.
+pub struct Holes(u32, u64);
 
 /// Lock rule: before a line of the table; no system call and no call to the frontend while it is held.
 pub(super) struct Nodes {
@@ -125,7 +125,7 @@ impl Nodes {
 }
 
 impl Passthrough {
-    pub(super) fn new(settings: Settings, jobs: Sender<Job>) -> io::Result<Self> {
+    pub(super) fn new(settings: Settings, jobs: Arc<Jobs>) -> io::Result<Self> {
         let table = Table::new()?;
         Ok(Self { table, settings, on: AtomicBool::new(false), nodes: Mutex::new(Nodes::new()), jobs })
     }
@@ -144,7 +144,7 @@ impl Passthrough {
     pub fn start(self: &Arc<Self>) -> Handover {
         let (session, jobs) = (self.nodes.lock().session, self.jobs.clone());
         Box::new(move |answer| {
-            let _ = jobs.send(Job::Start { session, answer });
+            jobs.send(Job::Start { session, answer });
         })
     }
 
@@ -191,7 +191,9 @@ impl Passthrough {
             }
         } else if let (Some(source), Some(index)) = (source, nodes.free.pop()) {
             nodes.known.insert(node, Node { opens: 1, how: How::Deciding(index, Vec::new()), released: 0 });
-            self.send(Job::Open { session: nodes.session, node, index, source });
+            let (session, this) = (nodes.session, self.clone());
+            let refused = Box::new(move || this.refuse(session, node, index));
+            self.send(Job::Open { session, node, index, source, refused });
         } else {
             nodes.known.insert(node, Node { opens: 1, how: How::Messages, released: 0 });
             return Served::Now(None);
@@ -236,27 +238,39 @@ impl Passthrough {
         mapped && open
     }
 
-    /// Makes a kept entry live again. Where that fails, for its slot has just been taken away, it is revoked.
+    /// Too many wait for the mapper. To be called with [`Self::nodes`] locked or not: it takes no lock but in a thread of its own.
+    fn refuse(self: Arc<Self>, session: u64, node: u64, index: u32) {
+        std::thread::spawn(move || {
+            self.decide(session, node, index, false);
+            self.nodes.lock().free(session, index);
+        });
+    }
+
+    /// Makes a kept entry live again. Where that fails, it is revoked: its slot has just been taken away, or must not stay.
     fn revive(&self, index: u32, file: BorrowedFd) {
         if self.live(index, file).is_err() {
             self.table.update(index, |line| line.entry.flags = REVOKED);
+            self.send(Job::Gone { index });
         }
     }
 
     /// Makes an entry with a slot live.
+    ///
+    /// # Errors
+    /// EOPNOTSUPP where a load from a hole takes memory that there may not be.
     pub(super) fn live(&self, index: u32, file: BorrowedFd) -> Result<()> {
         self.table.update(index, |line| {
             let (offset, length) = line.slot.ok_or(Errno::AGAIN)?;
             let st = fstat(file)?;
-            let full = (st.st_blocks as u64).saturating_mul(512) >= st.st_size as u64;
-            // The blocks of a tmpfs are its pages; to look through those takes long.
-            let whole = full && fstatfs(file)?.f_type == libc::TMPFS_MAGIC;
-            line.hole = if whole { st.st_size as u64 } else { self.hole(file, 0, st.st_size as u64)? };
+            line.hole = self.hole(file, 0, st.st_size as u64)?;
+            if line.hole < st.st_size as u64 && Stores::of(file)? == Stores::Memory {
+                return Err(Errno::OPNOTSUPP);
+            }
             let entry = &mut line.entry;
             entry.generation = entry.generation.wrapping_add(1).max(1);
             (entry.offset, entry.length) = (offset, length);
             entry.flags = VALID;
-            resize(line, st.st_size as u64);
+            note(line, &st);
             settle(line);
             Ok(())
         })
@@ -264,20 +278,16 @@ impl Passthrough {
 
     /// The first byte from `from` on, up to `size`, that a store may have to find room for.
     fn hole(&self, file: BorrowedFd, from: u64, size: u64) -> Result<u64> {
-        if self.settings.writable == Writable::Always {
-            return Ok(u64::MAX);
-        }
-        if !self.writes_in_place(file)? {
-            return Ok(0);
-        }
-        match seek(file, SeekFrom::Hole(from)) {
-            Err(Errno::NXIO) => Ok(size),
-            found => found,
+        match self.settings.writable {
+            Writable::Always => Ok(u64::MAX),
+            // An empty file has none, but may be one of a file system that never is written in place.
+            Writable::InPlace if !self.writes_in_place(file)? => Ok(0),
+            Writable::InPlace => hole(file, from, size),
         }
     }
 
     pub(super) fn writes_in_place(&self, file: BorrowedFd) -> Result<bool> {
-        Ok(IN_PLACE.contains(&fstatfs(file)?.f_type))
+        Ok(matches!(Stores::of(file)?, Stores::InPlace | Stores::Memory))
     }
 
     /// Counts a release of a node; after the last one its slot is kept.
@@ -320,7 +330,7 @@ impl Passthrough {
     pub fn ask(&self, node: u64, from: u64, len: u64, writable: bool) -> Handover {
         let jobs = self.jobs.clone();
         Box::new(move |answer| {
-            let _ = jobs.send(Job::Ask { node, from, len, writable, answer });
+            jobs.send(Job::Ask { node, from, len, writable, answer });
         })
     }
 
@@ -328,7 +338,7 @@ impl Passthrough {
         if self.is_on() { self.nodes.lock().known.get(&node).and_then(Node::index) } else { None }
     }
 
-    /// `len` bytes of a node's file were written or allocated, the first at `at`, or else at its end. To be called before the
+    /// `len` bytes of a node's file were written, the first at `at`, or else at its end. To be called before the
     /// request is answered.
     pub fn wrote(&self, node: u64, file: BorrowedFd, at: Option<u64>, len: u64) {
         let Some(index) = self.index(node) else { return };
@@ -339,53 +349,123 @@ impl Passthrough {
             if at > old {
                 self.skipped(line, old);
             }
-            let end = at.saturating_add(len);
-            if (at..end).contains(&line.hole) {
-                line.hole = self.hole(file, end, size).unwrap_or(line.hole);
+            if (at..at.saturating_add(len)).contains(&line.hole) {
+                // From there, not from the end of what was written: some of that may be gone again.
+                line.hole = self.hole(file, line.hole, size).unwrap_or(line.hole);
             }
-            resize(line, size);
+            note(line, &st);
             settle(line)
         });
         self.changed(index, revoked);
     }
 
-    /// A hole was punched into a node's file.
-    pub fn punched(&self, node: u64, at: u64) {
-        let Some(index) = self.index(node) else { return };
+    /// Begins to allocate blocks, which do not show as such: for [`allocated`](Self::allocated).
+    pub fn allocating(&self, node: u64) -> Option<Holes> {
+        self.index(node).map(|index| self.holes(index))
+    }
+
+    pub(super) fn holes(&self, index: u32) -> Holes {
+        Holes(index, self.table.update(index, |line| line.holes))
+    }
+
+    /// `len` bytes of a node's file have blocks now, from `at` on, unless a hole was made meanwhile.
+    pub fn allocated(&self, since: &Holes, file: BorrowedFd, at: u64, len: u64) {
+        let Holes(index, before) = *since;
         let revoked = self.table.update(index, |line| {
-            self.skipped(line, at);
+            let Ok(st) = fstat(file) else { return false };
+            let (old, size, end) = (line.entry.size, st.st_size as u64, at.saturating_add(len));
+            if at > old {
+                self.skipped(line, old);
+            }
+            if (at..end).contains(&line.hole) && line.holes == before {
+                line.hole = self.hole(file, end.min(size), size).unwrap_or(line.hole);
+            }
+            note(line, &st);
             settle(line)
         });
         self.changed(index, revoked);
+    }
+
+    /// Runs what punches a hole into a node's file.
+    pub fn punching<R>(&self, node: u64, at: u64, punch: impl FnOnce() -> R) -> R {
+        let Some(index) = self.index(node) else { return punch() };
+        let skip = || {
+            self.table.update(index, |line| {
+                self.skipped(line, at);
+                // What it takes is no other's doing.
+                line.blocks = 0;
+                settle(line)
+            })
+        };
+        let before = skip();
+        let done = punch();
+        // Who looked or allocated before it was done found none.
+        let after = skip();
+        self.changed(index, before || after);
+        done
     }
 
     /// There may be a hole at this byte from now on.
     fn skipped(&self, line: &mut Line, at: u64) {
         if self.settings.writable == Writable::InPlace {
             line.hole = line.hole.min(at);
+            line.holes += 1;
         }
     }
 
-    /// Somebody looked and found the file of this size; `size` looks again.
-    pub fn saw(&self, node: u64, found: u64, size: impl FnOnce() -> Result<u64>) {
+    /// Somebody looked and found the file of this size, with so many blocks; `look` looks again.
+    pub fn saw(&self, node: u64, found: u64, blocks: u64, look: impl FnOnce() -> Result<(u64, u64)>) {
         let Some(index) = self.index(node) else { return };
         let revoked = self.table.update(index, |line| {
             // What a truncation by this guest is about to make of it is known when that is done.
-            let known = found == line.entry.size || !line.limits.is_empty();
-            if line.entry.flags & VALID == 0 || known {
+            let resized = found != line.entry.size && line.limits.is_empty();
+            if line.entry.flags & VALID == 0 || !resized && blocks >= line.blocks {
                 return false;
             }
-            let Ok(size) = size() else { return false };
-            let old = line.entry.size;
-            if size > old {
-                // Nobody knows how the others made it longer.
-                self.skipped(line, old);
+            let Ok((size, blocks)) = look() else { return false };
+            if blocks < line.blocks {
+                // Others took some. Which is found out when the guest has let go.
+                self.skipped(line, 0);
+                line.blocks = blocks;
             }
-            resize(line, size);
-            line.entry.change += u64::from(line.entry.size != old);
+            if resized {
+                self.resized(line, size);
+            }
             settle(line)
         });
         self.changed(index, revoked);
+    }
+
+    /// Others have changed the file of an entry: its size may be another, and there may be holes.
+    pub(super) fn look(&self, index: u32, file: BorrowedFd) {
+        let revoked = self.table.update(index, |line| {
+            let Ok(st) = fstat(file) else { return false };
+            if line.entry.flags & VALID == 0 {
+                return false;
+            }
+            if line.limits.is_empty() {
+                self.resized(line, st.st_size as u64);
+            }
+            // Blocks that were allocated and not written look like a hole: then the guest is to look again, no more.
+            let hole = self.hole(file, 0, st.st_size as u64).unwrap_or(0);
+            if hole < line.hole.min(st.st_size as u64) {
+                self.skipped(line, hole);
+            }
+            line.blocks = st.st_blocks as u64;
+            settle(line)
+        });
+        self.changed(index, revoked);
+    }
+
+    /// Others have given the file this size.
+    fn resized(&self, line: &mut Line, size: u64) {
+        let old = line.entry.size;
+        if size > old {
+            // Nobody knows how the others made it longer.
+            self.skipped(line, old);
+        }
+        resize(line, size);
+        line.entry.change += u64::from(line.entry.size != old);
     }
 
     /// Runs what sets the file's size. The guest sees a smaller one before it is done, a larger one after it; `size` looks
@@ -410,6 +490,8 @@ impl Passthrough {
             if to > line.entry.size {
                 self.skipped(line, line.entry.size);
             }
+            // What a cut takes is no other's doing.
+            line.blocks = 0;
             match size() {
                 Ok(size) => resize(line, size),
                 // It failed, and so did the look: the size is what it was.
@@ -433,8 +515,14 @@ impl Passthrough {
     }
 
     fn send(&self, job: Job) {
-        let _ = self.jobs.send(job);
+        self.jobs.send(job);
     }
+}
+
+/// Takes note of a file as it is.
+fn note(line: &mut Line, st: &Stat) {
+    line.blocks = st.st_blocks as u64;
+    resize(line, st.st_size as u64);
 }
 
 /// Sets the size, as far as truncations under way allow it.
@@ -456,4 +544,132 @@ pub(super) fn settle(line: &mut Line) -> bool {
         (false, false) => {}
     }
     !whole && writable
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::io::Write;
+    use std::os::fd::AsFd;
+    use std::os::unix::fs::FileExt;
+
+    use rustix::fs::{FallocateFlags, fallocate};
+
+    use super::*;
+    use crate::window::RANGE;
+
+    const NODE: u64 = 7;
+    const INDEX: u32 = 1;
+    const SIZE: u64 = 1 << 20;
+
+    /// A guest that has a file open by a slot.
+    fn passing(file: &File) -> Passthrough {
+        let settings = Settings { size: 4 * RANGE, slots: 1, writable: Writable::InPlace };
+        let pass = Passthrough::new(settings, Arc::default()).unwrap();
+        pass.on.store(true, Ordering::Release);
+        pass.nodes.lock().known.insert(NODE, Node { opens: 1, how: How::Passing(INDEX), released: 0 });
+        pass.table.update(INDEX, |line| line.slot = Some((0, RANGE)));
+        let _ = pass.live(INDEX, file.as_fd());
+        pass
+    }
+
+    fn full_file(dir: &str) -> File {
+        let mut file = tempfile::tempfile_in(dir).unwrap();
+        file.write_all(&vec![b'r'; SIZE as usize]).unwrap();
+        file.sync_all().unwrap();
+        file
+    }
+
+    fn punch(file: &File, at: u64) {
+        fallocate(file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, at, 4096).unwrap();
+    }
+
+    fn flags(pass: &Passthrough) -> u32 {
+        pass.table.entry(INDEX).flags
+    }
+
+    fn look(file: &File) -> Result<(u64, u64)> {
+        let st = fstat(file)?;
+        Ok((st.st_size as u64, st.st_blocks as u64))
+    }
+
+    /// On the disk and in memory. The first has to be a file system that is written in place.
+    fn directories() -> impl Iterator<Item = &'static str> {
+        [env!("CARGO_MANIFEST_DIR"), "/dev/shm"].into_iter().filter(|dir| {
+            let dir = File::open(dir).unwrap();
+            matches!(Stores::of(dir.as_fd()), Ok(Stores::InPlace | Stores::Memory))
+        })
+    }
+
+    #[test]
+    fn holes_that_others_punch_are_found() {
+        for dir in directories() {
+            // When the guest asks for attributes, and when the kernel tells of a change.
+            let file = full_file(dir);
+            let pass = passing(&file);
+            assert_eq!(flags(&pass), VALID | WRITABLE, "{dir}");
+            let seen = look(&file).unwrap();
+            pass.saw(NODE, seen.0, seen.1, || look(&file));
+            assert_eq!(flags(&pass), VALID | WRITABLE);
+            punch(&file, 4096);
+            let seen = look(&file).unwrap();
+            pass.saw(NODE, seen.0, seen.1, || look(&file));
+            assert_eq!(flags(&pass), VALID | WRITABLE | REVOKED, "{dir}");
+
+            let file = full_file(dir);
+            let pass = passing(&file);
+            pass.look(INDEX, file.as_fd());
+            assert_eq!(flags(&pass), VALID | WRITABLE);
+            punch(&file, 4096);
+            // As many blocks as before.
+            fallocate(&file, FallocateFlags::KEEP_SIZE, SIZE, 4096).unwrap();
+            pass.look(INDEX, file.as_fd());
+            assert_eq!(flags(&pass), VALID | WRITABLE | REVOKED, "{dir}");
+        }
+    }
+
+    #[test]
+    fn memory_past_the_end_fills_no_hole() {
+        let file = tempfile::tempfile_in("/dev/shm").unwrap();
+        file.set_len(SIZE).unwrap();
+        fallocate(&file, FallocateFlags::KEEP_SIZE, SIZE, SIZE).unwrap();
+        let pass = passing(&file);
+        assert_eq!(flags(&pass), 0, "a load from a hole takes memory too");
+        assert_eq!(pass.live(INDEX, file.as_fd()), Err(Errno::OPNOTSUPP));
+        file.write_all_at(&vec![b'r'; SIZE as usize], 0).unwrap();
+        pass.live(INDEX, file.as_fd()).unwrap();
+        assert_eq!(flags(&pass), VALID | WRITABLE);
+    }
+
+    #[test]
+    fn a_hole_is_not_forgotten_by_who_filled_it_before() {
+        for dir in directories() {
+            let file = full_file(dir);
+            file.set_len(2 * SIZE).unwrap();
+            fallocate(&file, FallocateFlags::KEEP_SIZE, 0, 2 * SIZE).unwrap();
+            let pass = passing(&file);
+            let before = (SIZE, VALID, 2 * SIZE);
+            pass.table.update(INDEX, |line| (line.hole, line.entry.flags, line.entry.size) = before);
+            // Blocks are allocated, a hole is punched, and then the first takes note.
+            let since = pass.allocating(NODE).unwrap();
+            fallocate(&file, FallocateFlags::KEEP_SIZE, 0, 2 * SIZE).unwrap();
+            pass.punching(NODE, 4096, || punch(&file, 4096));
+            pass.allocated(&since, file.as_fd(), 0, 2 * SIZE);
+            assert_eq!(flags(&pass) & (WRITABLE | REVOKED), 0, "{dir}");
+
+            // The same with a write.
+            let file = full_file(dir);
+            let pass = passing(&file);
+            pass.table.update(INDEX, |line| (line.hole, line.entry.flags) = (0, VALID));
+            file.write_all_at(&vec![b'w'; SIZE as usize], 0).unwrap();
+            pass.punching(NODE, 4096, || punch(&file, 4096));
+            pass.wrote(NODE, file.as_fd(), Some(0), SIZE);
+            assert_eq!(flags(&pass) & (WRITABLE | REVOKED), 0, "{dir}");
+            // While none is punched, both do.
+            pass.wrote(NODE, file.as_fd(), Some(0), SIZE);
+            file.write_all_at(&vec![b'w'; SIZE as usize], 0).unwrap();
+            pass.wrote(NODE, file.as_fd(), Some(0), SIZE);
+            assert_eq!(flags(&pass), VALID | WRITABLE);
+        }
+    }
 }

@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FallocateFlags, fallocate, fstat};
 use rustix::io::Errno;
 
-use super::mapper::{Job, errno};
-use super::passthrough::{Passthrough, Writable, settle};
+use super::mapper::{Job, errno, write_back};
+use super::passthrough::{Passthrough, Writable};
 use super::proxy::{Event, Kind};
 use super::room::Room;
-use super::table::{REVOKED, VALID, WRITABLE};
+use super::table::{REVOKED, WRITABLE};
 use super::{Copy, RANGE, Shared, Source, StandIns, TABLE, WHOLE_FILES, table};
 use crate::fuse::ops::Result;
 
@@ -105,11 +105,12 @@ impl Slots {
     pub fn serve(&mut self, job: Job) {
         match job {
             Job::Start { session, answer } => answer(self.start(session)),
-            Job::Open { session, node, index, source } => self.open(session, node, index, source),
+            Job::Open { session, node, index, source, .. } => self.open(session, node, index, source),
             Job::Drop { index } => self.drop_slot(index),
             Job::Event(Event::Changed(id)) => self.changed(id),
             Job::Downgrade { index } => self.pend(index, Why::Downgrade),
             Job::Remap { index } => self.lengthen(index),
+            Job::Gone { index } if self.pass.table.entry(index).flags == REVOKED => self.gone(index),
             Job::Ask { node, from, len, writable, answer } => answer(self.ask(node, from, len, writable)),
             _ => {}
         }
@@ -189,6 +190,9 @@ impl Slots {
         if let Some(slot) = self.known.get_mut(&index) {
             (slot.held, slot.not_before) = (Some(held), None);
         }
+        if live.is_err() {
+            self.gone(index);
+        }
         live
     }
 
@@ -246,6 +250,7 @@ impl Slots {
         self.shared.copies.remove(&slot.node);
         if let Some(file) = late.file {
             self.shared.unmap(WHOLE_FILES, late.at, late.len, file.as_fd(), 0);
+            write_back(file.as_fd(), &*slot.source);
         }
         self.room.free(late.at);
     }
@@ -259,10 +264,8 @@ impl Slots {
 
     /// Somebody else has written to the file of this stand-in, or given it another size.
     fn changed(&mut self, id: u64) {
-        let Some((_, slot, held)) = self.with_stand_in(id) else { return };
-        let size = || Ok(fstat(&held.real)?.st_size as u64);
-        if let Ok(found) = size() {
-            self.pass.saw(slot.node, found, size);
+        if let Some((index, _, held)) = self.with_stand_in(id) {
+            self.pass.look(index, held.real.as_fd());
         }
     }
 
@@ -397,7 +400,7 @@ impl Slots {
         });
         let mapped = mapped.inspect_err(|errno| tracing::warn!(node, "nothing can be put in its place: {errno}"));
         if let Ok(file) = &mapped {
-            self.shared.copies.insert(node, Copy { id, file: file.clone() });
+            self.shared.copies.insert(node, Copy { id, file: file.clone(), source });
         }
         if let Some(slot) = self.known.get_mut(&index) {
             slot.late = Some(Late { at, len, generation, file: mapped.ok() });
@@ -470,16 +473,12 @@ impl Slots {
         if self.pass.settings.writable == Writable::InPlace && !self.pass.writes_in_place(held.real.as_fd())? {
             return Err(Errno::OPNOTSUPP);
         }
-        let size = fstat(&held.real)?.st_size as u64;
+        let (since, real) = (self.pass.holes(index), held.real.as_fd());
+        let size = fstat(real)?.st_size as u64;
         if size > 0 {
-            fallocate(&held.real, FallocateFlags::KEEP_SIZE, 0, size)?;
+            fallocate(real, FallocateFlags::KEEP_SIZE, 0, size)?;
         }
-        self.pass.table.update(index, |line| {
-            if line.entry.flags & VALID != 0 && line.entry.size <= size {
-                line.hole = size.max(1);
-                settle(line);
-            }
-        });
+        self.pass.allocated(&since, real, 0, size.max(1));
         let writable = self.pass.table.entry(index).flags & WRITABLE != 0;
         if writable { Ok(()) } else { Err(Errno::AGAIN) }
     }

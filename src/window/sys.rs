@@ -57,7 +57,9 @@ pub fn backing_open(fuse: BorrowedFd, file: BorrowedFd) -> io::Result<i32> {
 pub fn write_back(file: BorrowedFd) -> io::Result<()> {
     let flags = libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE | libc::SYNC_FILE_RANGE_WAIT_AFTER;
     // SAFETY: it takes no pointer.
-    check(unsafe { libc::sync_file_range(file.as_raw_fd(), 0, 0, flags) }).map(drop)
+    let write = || check(unsafe { libc::sync_file_range(file.as_raw_fd(), 0, 0, flags) }).map(drop);
+    // An old error keeps it from writing what is new, and is told once.
+    write().or_else(|e| write().and(Err(e)))
 }
 
 /// Takes the number back. Open files keep the backing file.

@@ -67,6 +67,10 @@ pub struct Line {
     pub slot: Option<(u64, u64)>,
     /// The first byte that a store may have to find room on the disk for. From `size` on: none.
     pub hole: u64,
+    /// Counts the times that `hole` went down: who has it go up by what was so a moment ago looks at it.
+    pub holes: u64,
+    /// Of the file when it was looked at last, as statx(2) counts them.
+    pub blocks: u64,
     /// Sizes to which truncations under way cut the file.
     pub limits: Vec<u64>,
     seq: u32,

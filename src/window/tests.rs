@@ -93,6 +93,8 @@ struct FakeSource {
 }
 
 impl Source for FakeSource {
+    fn failed(&self, _errno: Errno) {}
+
     fn open(&self, writable: bool) -> Result<OwnedFd> {
         match writable {
             true if self.readonly => Err(Errno::ROFS),
@@ -219,7 +221,7 @@ fn a_revoked_file_keeps_its_mappings_but_not_its_pages() {
     rig.map(0, 3, 0, true, 7, FakeSource::default()).unwrap();
     rig.map(5, 1, 0, true, 8, FakeSource::default()).unwrap();
     let id = rig.taken.mapped.lock().iter().find(|m| m.0 == 0).unwrap().1;
-    rig.window.jobs.send(Job::Event(Event::Revoke(id))).unwrap();
+    rig.window.jobs.send(Job::Event(Event::Revoke(id)));
     rig.unmap(&[]).unwrap();
     let mapped = rig.taken.mapped.lock().clone();
     assert_eq!((rig.window.live(), mapped.len()), (4, 4));

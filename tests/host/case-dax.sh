@@ -161,6 +161,28 @@ case_dax_large_window() {
     window_case large dax-pressure.py always $(pick '272 0 0 working_set mounted_again' '1024 5000 60')
 }
 
+# Disks of the host that are full, of file systems that write in place and of others.
+case_dax_full_disk() {
+    local name mkfs
+    window_boot=()
+    for name in ext4 xfs btrfs; do
+        make_share "$name"
+        # XFS wants 300 MiB.
+        truncate -s 320M "$work/$name.image"
+        mkfs="mkfs.$name -q"
+        [[ $name != ext4 ]] || mkfs+=' -m 0'
+        $mkfs "$work/$name.image" >/dev/null 2>&1
+        if ! mount -o loop "$work/$name.image" "$work/$name" 2>/dev/null; then
+            note "the host's kernel has no $name"
+            continue
+        fi
+        window_daemon "$name" "$work/$name"
+        window_boot+=(--fs "$name=$work/sockets/$name")
+        set -- "$@" "$name"
+    done
+    window_case full dax-full.py "$@"
+}
+
 # Two guests, each by a daemon of its own, on one directory.
 case_dax_two_guests() {
     local role pids=()

@@ -1,0 +1,64 @@
+#!/usr/bin/python3
+"""A guest whose host has no room left, in the shares of these names: dax-full.py SHARE..."""
+
+import os
+import signal
+import sys
+
+sys.path.insert(0, "/host")
+from window import *
+
+SIZE = 16 * RANGE
+
+
+def stores(path, ranges):
+    """A process that stores to each page of these ranges: how it ended."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        with mapped(path, SIZE, writable=True) as view:
+            for number in ranges:
+                for at in range(number * RANGE, (number + 1) * RANGE, mmap.PAGESIZE):
+                    view[at] = 1
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def full(tag):
+    # Where it can, the host says what it has no room for; elsewhere a copy takes what is stored, and fsync tells.
+    in_place = tag != "btrfs"
+    mount(tag, "always")
+    path = f"/mnt/{tag}/file"
+    host(f"cd ../{tag}; truncate -s {SIZE} file; head -c {4 * RANGE} /dev/zero >filled; sync .")
+    assert stores(path, range(2)) == 0, "with room"
+    with mapped(path, SIZE) as view:
+        # Holes that are mapped for reading.
+        assert not any(view[at] for at in range(4 * RANGE, 6 * RANGE, mmap.PAGESIZE))
+        host(f"cd ../{tag}; cat /dev/zero >filler 2>/dev/null; sync .; cat /dev/zero >>filler 2>/dev/null; sync .")
+        ended = [stores(path, [number]) for number in (1, 2, 4, 8)]
+        print(f"{tag}: processes that store ended with {ended}", flush=True)
+        equal(ended, [0] + ([-signal.SIGBUS] * 3 if in_place else [0] * 3))
+        # What is mapped for reading still is.
+        assert not any(view[at] for at in range(5 * RANGE, 6 * RANGE, mmap.PAGESIZE))
+    fd = os.open(path, os.O_RDWR)
+    if in_place:
+        refused(errno.ENOSPC, os.pwrite, fd, b"x" * 4096, 10 * RANGE)
+    # A hole where there was none, in what a process may store to.
+    call("fallocate", fd, 3, ctypes.c_long(0), ctypes.c_long(RANGE))
+    host(f"cd ../{tag}; cat /dev/zero >>filler 2>/dev/null; sync .; cat /dev/zero >>filler 2>/dev/null; sync .")
+    assert stores(path, [0]) == 0, "a copy takes it"
+    with mapped(path, SIZE) as view:
+        equal(view[0], 1)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        equal(error.errno in (errno.ENOSPC, errno.EIO), True)
+        print(f"{tag}: fsync tells of it", flush=True)
+    os.close(fd)
+    print(f"{tag}: the virtual machine lives", flush=True)
+    umount(tag)
+
+
+mount("meet")
+for tag in sys.argv[1:]:
+    full(tag)
