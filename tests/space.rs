@@ -9,7 +9,7 @@ use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
-use std::process::{Command, ExitCode, Stdio};
+use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::Arc;
 use std::thread::{sleep, spawn};
 use std::time::{Duration, Instant};
@@ -28,7 +28,9 @@ use vm_memory::FileOffset;
 use vm_memory::mmap::MmapRegion;
 use zerocopy::{FromBytes, IntoBytes};
 
-const TESTS: &[(&str, fn(&str))] = &[
+type Test = fn(&str);
+
+const TESTS: &[(&str, Test)] = &[
     ("a_store_has_room", a_store_has_room),
     ("a_load_has_room", a_load_has_room),
     ("a_hole_that_comes_later_has_room", a_hole_that_comes_later_has_room),
@@ -155,21 +157,13 @@ impl Disk {
         }
     }
 
-    /// Its daemon is another process.
-    fn another_guest(&self) -> impl FnOnce() -> Guest {
+    /// For another guest, by a process of its own.
+    fn another_daemon(&self) -> Daemon {
         let socket = TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let path = socket.path().join("socket");
         let mut daemon = Command::new(std::env::current_exe().unwrap());
-        daemon.args(["--daemon".as_ref(), self.path(".").as_os_str(), path.as_os_str()]).spawn().unwrap();
-        move || {
-            let until = Instant::now() + Duration::from_secs(20);
-            while !path.exists() && Instant::now() < until {
-                sleep(Duration::from_millis(1));
-            }
-            let frontend = Frontend::connect(&path, Options::default()).unwrap();
-            frontend.fuse_init(u64::MAX).unwrap();
-            Guest { frontend, region: None, _socket: socket }
-        }
+        daemon.args(["--daemon".as_ref(), self.path(".").as_os_str(), path.as_os_str()]);
+        Daemon { process: daemon.spawn().unwrap(), socket }
     }
 
     /// Where a store to a page that has blocks takes none.
@@ -178,11 +172,36 @@ impl Disk {
     }
 }
 
+struct Daemon {
+    process: Child,
+    socket: TempDir,
+}
+
+impl Daemon {
+    fn guest(self) -> (Guest, Self) {
+        let path = self.socket.path().join("socket");
+        let until = Instant::now() + Duration::from_secs(20);
+        while !path.exists() && Instant::now() < until {
+            sleep(Duration::from_millis(1));
+        }
+        let frontend = Frontend::connect(&path, Options::default()).unwrap();
+        frontend.fuse_init(u64::MAX).unwrap();
+        (Guest { frontend, region: None, _socket: None }, self)
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
 struct Guest {
     frontend: Frontend,
     /// None: it has no window.
     region: Option<Region>,
-    _socket: TempDir,
+    _socket: Option<TempDir>,
 }
 
 impl Guest {
@@ -204,7 +223,7 @@ impl Guest {
         let mut frontend = Frontend::connect(&path, Options::default()).unwrap();
         let region = Some(frontend.open_window().unwrap());
         frontend.fuse_init(u64::MAX).unwrap();
-        Self { frontend, region, _socket: socket }
+        Self { frontend, region, _socket: Some(socket) }
     }
 
     fn call(&self, opcode: Opcode, node: u64, args: &[u8], room: usize) -> Result<Vec<u8>, i32> {
@@ -452,9 +471,9 @@ fn another_daemon_takes_no_blocks(kind: &str) {
     if kind == "tmpfs" {
         skip("there is no guard on tmpfs");
     }
-    let other = disk.another_guest();
+    let daemon = disk.another_daemon();
     let guest = Guest::new(&disk);
-    let other = other();
+    let (other, _daemon) = daemon.guest();
     for what in ["punch", "copy"] {
         disk.file(what, LEN, LEN);
         disk.file("target", 0, 0);
