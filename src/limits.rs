@@ -17,11 +17,14 @@ pub const LOG_QUEUE: usize = 1024;
 /// Bytes of a log line; the rest is cut off. A path (PATH_MAX) fits.
 pub const LOG_LINE: usize = 4096;
 
-/// Memory of its own that one daemon has while a guest attacks it with two request queues, in bytes. A test holds it
-/// (tests/neighbours); the bounds of this module are what it follows from.
+/// Memory of its own that one daemon has while a guest attacks it with two request queues, in bytes, known inodes apart
+/// ([`INODES`]). The sum of what this module bounds: [`QUEUE_BYTES`] for each queue, [`LISTINGS`], [`LOG_QUEUE`], [`LOCKS`] and
+/// [`WINDOW_JOBS`] come to 120 MiB, and a million open files to 300 MiB. A test holds it (tests/neighbours).
 pub const DAEMON_MEMORY: u64 = 512 << 20;
 
-/// Threads of one daemon: a worker for each of the 64 queues, those that wait, and a dozen more.
+/// Threads of one daemon: a worker for each of the 64 queues, [`WORK_THREADS`], [`OTHERS_THREADS`] and [`LOCK_THREADS`] make 512; a
+/// dozen more serve the daemon, and io_uring makes 4 for each CPU of each queue that uses it. A test holds it
+/// (tests/neighbours).
 pub const DAEMON_THREADS: u64 = 1024;
 
 /// Chains of one queue that the device has at a time: the longest queue in descriptors. QEMU's VIRTQUEUE_MAX_SIZE, and what
