@@ -231,9 +231,13 @@ impl Guest {
     }
 
     fn lookup(&self, name: &str) -> u64 {
+        self.entry(name).nodeid
+    }
+
+    fn entry(&self, name: &str) -> EntryOut {
         let name = format!("{name}\0");
         let entry = self.call(Opcode::Lookup, ROOT_ID, name.as_bytes(), size_of::<EntryOut>()).unwrap();
-        EntryOut::read_from_bytes(&entry).unwrap().nodeid
+        EntryOut::read_from_bytes(&entry).unwrap()
     }
 
     fn open(&self, node: u64) -> u64 {
@@ -320,7 +324,10 @@ fn a_store_has_room(kind: &str) {
     let disk = Disk::new(kind);
     let guest = Guest::new(&disk);
     let file = disk.file("file", RANGE / 2, LEN);
-    let node = guest.lookup("file");
+    let entry = guest.entry("file");
+    let node = entry.nodeid;
+    // With dax=inode only where a mapping is the file itself.
+    assert_eq!(entry.attr.flags & ATTR_DAX != 0, disk.stores_in_place());
     // Read before, with a hole; stored to, with one; all there.
     guest.map(node, 0, false).unwrap();
     guest.map(node, 1, true).unwrap();

@@ -11,6 +11,7 @@ use rustix::io::{Errno, ReadWriteFlags, preadv2};
 
 use super::sys;
 use crate::fuse::buf::IoRange;
+use crate::window::Stores;
 
 /// File systems on which close(2) neither writes nor reports anything (statfs(2)'s f_type).
 const LOCAL: [i64; 8] = [
@@ -39,6 +40,8 @@ pub struct HostFs {
     pub open_is_open: bool,
     /// A copy of a file may share its blocks.
     pub shares_blocks: bool,
+    /// What is stored in place may take new blocks each time.
+    pub copies_on_write: bool,
     /// It does not say whether a read would wait (RWF_NOWAIT).
     silent: AtomicBool,
 }
@@ -51,7 +54,9 @@ impl HostFs {
         let flushes = !LOCAL.contains(&kind);
         let open_is_open = !flushes && kind != libc::OVERLAYFS_SUPER_MAGIC;
         let shares_blocks = kind == libc::XFS_SUPER_MAGIC;
-        Self { flushes, in_memory, open_is_open, shares_blocks, silent: AtomicBool::new(in_memory) }
+        let copies_on_write = Stores::of(fd).is_ok_and(|stores| stores == Stores::Elsewhere);
+        let silent = AtomicBool::new(in_memory);
+        Self { flushes, in_memory, open_is_open, shares_blocks, copies_on_write, silent }
     }
 
     /// Reads what is in memory; `None` if that is not all there is to read.
@@ -85,6 +90,11 @@ fn is_end(fd: BorrowedFd, offset: u64) -> bool {
 pub struct Hosts(DashMap<u64, Arc<HostFs>>);
 
 impl Hosts {
+    /// The file system with this device number, if it was met.
+    pub fn known(&self, dev: u64) -> Option<Arc<HostFs>> {
+        self.0.get(&dev).map(|known| known.clone())
+    }
+
     /// The file system with this device number, on which `fd` lies.
     pub fn get(&self, dev: u64, fd: BorrowedFd) -> Arc<HostFs> {
         if let Some(known) = self.0.get(&dev) {

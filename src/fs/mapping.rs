@@ -3,7 +3,7 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use rustix::fs::{FallocateFlags, OFlags, Statx, StatxAttributes, fallocate, fcntl_getfl};
+use rustix::fs::{FallocateFlags, OFlags, Statx, StatxAttributes, fallocate, fcntl_getfl, makedev};
 use rustix::io::Errno;
 
 use super::PassthroughFs;
@@ -132,13 +132,18 @@ impl PassthroughFs {
     /// ATTR_DAX for a file that is better mapped than sent. One with an execute bit is not: the host may execute it, and
     /// could not if it were written to, or could not write to it.
     pub(super) fn dax_flag(&self, st: &Statx) -> u32 {
+        let copies_on_write = || {
+            let host = self.hosts.known(makedev(st.stx_dev_major, st.stx_dev_minor));
+            host.is_some_and(|host| host.copies_on_write)
+        };
         // A file cannot have both.
         let worth = self.has(InitFlags::HAS_INODE_DAX)
             && self.passing().is_none()
             && u32::from(st.stx_mode) & (libc::S_IFMT | EXECUTE) == libc::S_IFREG
             && st.stx_size >= self.config.dax_min_size
             && !self.config.readonly
-            && !st.stx_attributes.intersects(StatxAttributes::IMMUTABLE | StatxAttributes::APPEND);
+            && !st.stx_attributes.intersects(StatxAttributes::IMMUTABLE | StatxAttributes::APPEND)
+            && !copies_on_write();
         if worth { ATTR_DAX } else { 0 }
     }
 

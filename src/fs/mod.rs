@@ -231,7 +231,12 @@ impl PassthroughFs {
 
     /// Lets the guest map files.
     pub fn with_window(self, window: Option<Arc<Window>>) -> Self {
-        Self { window, ..self }
+        let fs = Self { window, ..self };
+        // What the guest is told of a file's DAX must not depend on whether one was opened before.
+        if let Ok(root) = fs.inodes.get(crate::fuse::abi::ROOT_ID) {
+            let _ = root.with_fd(&fs.places, |fd| Ok(fs.hosts.get(root.key.dev, fd)));
+        }
+        fs
     }
 
     /// Inodes that the guest knows, the root included.

@@ -36,7 +36,8 @@ use mapper::{Job, Mapper, errno, write_back};
 pub use passthrough::{MIN_SIZE, Passthrough, Settings, Writable};
 use proxy::{Event, Kind, Opened, Proxy};
 use slots::Slots;
-use space::{Promises, Stores};
+use space::Promises;
+pub use space::Stores;
 
 /// log2 of [`RANGE`], as FUSE_INIT's map_alignment has it.
 pub const RANGE_SHIFT: u16 = 21;
