@@ -423,6 +423,12 @@ fn growth_has_room(kind: &str) {
         guest.call(Opcode::Setupmapping, *node, args.as_bytes(), 0).unwrap();
     }
     let fh = guest.open(nodes[1]);
+    // What has been written is there, though there is no room for as much again.
+    let room = RANGE / 2;
+    guest.map(nodes[0], 0, true).unwrap();
+    guest.write(nodes[0], guest.open(nodes[0]), page, room as usize).unwrap();
+    assert_eq!(guest.size(nodes[0]), page + room);
+    guest.set_size(nodes[0], page).unwrap();
     // While there is room, and cut off again.
     guest.set_size(nodes[2], RANGE).unwrap();
     guest.set_size(nodes[2], page).unwrap();

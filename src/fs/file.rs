@@ -293,6 +293,13 @@ impl Files for PassthroughFs {
         if !cached {
             self.drop_capability(handle.fd());
         }
+        if let Some(window) = &self.window {
+            let size = || fs::fstat(handle.fd()).map_or(0, |st| st.st_size as u64);
+            window.filled(node, || {
+                let from = if append { size().saturating_sub(n as u64) } else { write.offset };
+                from..from.saturating_add(n as u64)
+            });
+        }
         if let Some(pass) = self.passing() {
             pass.wrote(node, handle.fd(), (!append).then_some(write.offset), n as u64);
         }
@@ -392,6 +399,7 @@ impl Files for PassthroughFs {
 
     fn syncfs(&self, node: u64) -> Result<()> {
         let inode = self.inodes.get(node)?;
+        self.window.iter().for_each(|window| window.sync_all());
         // syncfs(2) takes no O_PATH descriptor. The guest asks by a mount's root, which is a directory.
         match inode.format() {
             libc::S_IFDIR => fs::syncfs(inode.open(&self.places, OFlags::RDONLY | OFlags::DIRECTORY)?),

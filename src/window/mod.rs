@@ -344,6 +344,12 @@ impl Window {
         }
     }
 
+    /// [`sync`](Self::sync) of all files.
+    pub fn sync_all(&self) {
+        let nodes: Vec<u64> = self.shared.copies.iter().map(|copy| *copy.key()).collect();
+        nodes.into_iter().for_each(|node| self.sync(node));
+    }
+
     /// Runs what changes a file's contents other than in place, such that the guest sees one file: what it wrote in place
     /// comes before, and what it reads there is read anew.
     pub fn changing<R>(&self, node: u64, change: impl FnOnce() -> R) -> R {
@@ -362,6 +368,11 @@ impl Window {
     /// ENOSPC, EDQUOT and the like; the guest must not know then.
     pub fn grows(&self, node: u64, to: u64) -> Result<()> {
         self.shared.promises.grows(node, to)
+    }
+
+    /// The guest has written these bytes of a node's file by a message.
+    pub fn filled(&self, node: u64, bytes: impl FnOnce() -> std::ops::Range<u64>) {
+        self.shared.promises.filled(node, bytes);
     }
 
     /// A node's file was cut off there.

@@ -143,6 +143,16 @@ impl Promises {
         }
     }
 
+    /// The guest itself has written these bytes, which have blocks so, or room set aside. At a full disk there may be none to
+    /// allocate them once more.
+    pub fn filled(&self, node: u64, bytes: impl FnOnce() -> std::ops::Range<u64>) {
+        let Some(promise) = self.get(node) else { return };
+        let (mut promise, bytes) = (promise.lock(), bytes());
+        if bytes.start <= promise.end {
+            promise.end = promise.end.max(bytes.end);
+        }
+    }
+
     /// The file was cut off, and so were its blocks.
     pub fn shrunk(&self, node: u64, to: u64) {
         if let Some(promise) = self.get(node) {
