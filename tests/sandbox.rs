@@ -1,7 +1,7 @@
 //! The sandbox as the host sees it in /proc. Started by root, the tests also run as the user `nobody`.
 
 use std::fs;
-use std::os::unix::fs::{MetadataExt, chown};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, chown};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
@@ -11,7 +11,10 @@ use std::time::{Duration, Instant};
 
 use rustix::mount::{MountFlags, MountPropagationFlags, UnmountFlags, mount, mount_bind, mount_change};
 use tempfile::TempDir;
+use thruway::frontend::{Frontend, Options};
+use thruway::fuse::abi::*;
 use thruway::sandbox::seccomp;
+use zerocopy::IntoBytes;
 
 /// Uid and gid of `nobody` on Linux distributions; any unused one would do.
 const NOBODY: u32 = 65534;
@@ -114,6 +117,20 @@ impl Daemon {
         assert!(!root.join("..").join(self.path("log").strip_prefix("/").unwrap()).exists());
     }
 
+    /// Mount point and options of each mount that the server sees.
+    fn mounts(&self) -> Vec<(String, String)> {
+        let text = fs::read_to_string(self.proc("mountinfo")).unwrap();
+        let fields = text.lines().map(|line| line.split(' ').map(str::to_owned).collect::<Vec<_>>());
+        fields.map(|fields| (fields[4].clone(), fields[5].clone())).collect()
+    }
+
+    fn assert_mounts_are_restricted(&self) {
+        for (point, options) in self.mounts() {
+            let has = |option| options.split(',').any(|o| o == option);
+            assert!(["nosuid", "nodev", "noexec"].into_iter().all(has), "{point}: {options}");
+        }
+    }
+
     fn assert_filtered(&self) {
         assert_eq!((self.status("Seccomp:"), self.status("NoNewPrivs:")), ("2".into(), "1".into()));
     }
@@ -166,8 +183,8 @@ fn namespace_as_root() {
     }
     assert!(!daemon.has_own("user"));
     daemon.assert_root_is_the_share();
-    let seen = fs::read_to_string(daemon.proc("mountinfo")).unwrap();
-    assert_eq!(seen.lines().count(), 1, "{seen}");
+    assert_eq!(daemon.mounts().len(), 1);
+    daemon.assert_mounts_are_restricted();
     daemon.assert_filtered();
     for (set, kept) in
         [("CapEff:", KEPT | DAC_READ_SEARCH), ("CapPrm:", KEPT | DAC_READ_SEARCH), ("CapBnd:", 0), ("CapInh:", 0)]
@@ -206,6 +223,25 @@ fn every_thread_has_the_same_few_capabilities() {
 }
 
 #[test]
+fn the_daemon_makes_device_nodes_and_opens_none() {
+    if !needs_root() {
+        return;
+    }
+    let daemon = Daemon::start(false, &[]);
+    let frontend = Frontend::connect(&daemon.path("socket"), Options::default()).unwrap();
+    frontend.fuse_init(u64::MAX).unwrap();
+    // Major 1, minor 3: /dev/null.
+    let null = MknodIn { mode: libc::S_IFCHR | 0o666, rdev: 1 << 8 | 3, ..Default::default() };
+    let body = [null.as_bytes(), b"null\0"].concat();
+    frontend.request(1, Opcode::Mknod as u32, ROOT_ID, &body, &[], size_of::<EntryOut>()).unwrap();
+    let made = fs::symlink_metadata(daemon.path("share/null")).unwrap();
+    assert!(made.file_type().is_char_device());
+    // What the daemon could do, on its own mount.
+    let opened = fs::File::open(daemon.proc("root").join("null"));
+    assert_eq!(opened.unwrap_err().raw_os_error(), Some(libc::EACCES));
+}
+
+#[test]
 fn namespace_as_user() {
     if !needs_user_namespaces() {
         return;
@@ -215,6 +251,7 @@ fn namespace_as_user() {
         assert!(daemon.has_own(namespace), "{namespace}");
     }
     daemon.assert_root_is_the_share();
+    daemon.assert_mounts_are_restricted();
     daemon.assert_filtered();
     assert_eq!(daemon.capabilities("CapPrm:"), KEPT | DAC_READ_SEARCH);
     let map = fs::read_to_string(daemon.proc("uid_map")).unwrap();
@@ -286,6 +323,8 @@ fn mounts_in_the_share_are_seen_even_later_ones() {
     let mounted = SharedMount::new(share.clone());
     mount_tmpfs(&share.join("early"));
     let daemon = Daemon::start_in(dir, false, &[]);
+    assert_eq!(daemon.mounts().len(), 2);
+    daemon.assert_mounts_are_restricted();
     mount_tmpfs(&share.join("later"));
     for name in ["early", "later"] {
         assert!(daemon.proc("root").join(name).join("file").exists(), "{name}");

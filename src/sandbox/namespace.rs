@@ -16,10 +16,13 @@ use rustix::process::{
 };
 use rustix::thread::UnshareFlags;
 
-use super::sys::{Forked, fork, unshare};
+use super::sys::{Forked, fork, restrict_mounts, unshare};
 use super::{Entered, Error, Settings, Step, detached_fds, open_dir, userns};
 
 const NAMESPACES: UnshareFlags = UnshareFlags::NEWNS.union(UnshareFlags::NEWPID).union(UnshareFlags::NEWNET);
+
+/// What the daemon's own mounts of the share do not allow.
+const RESTRICTED: u64 = libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV | libc::MOUNT_ATTR_NOEXEC;
 
 /// Returns in the child only; the parent waits for it and exits.
 pub fn enter<T>(settings: &Settings, kept: T) -> Result<(Entered, T), Error> {
@@ -62,6 +65,12 @@ fn enter_mounts(shared_dir: &Path) -> Result<Entered, Error> {
     mount_change("/", slave).step("separate the mounts from the host's")?;
     let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC | OpenTreeFlags::AT_RECURSIVE;
     let tree = open_tree(CWD, shared_dir, flags).step("clone the shared directory's mounts")?;
+    // The guest may make device nodes and set-user-id programs. The daemon has no use for either. Linux before 5.12 cannot.
+    if let Err(e) = restrict_mounts(tree.as_fd(), RESTRICTED) {
+        tracing::warn!(
+            "the daemon's own view of the share stays as the host mounted it, without nosuid,nodev,noexec: {e}"
+        );
+    }
     let onto_itself = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
     move_mount(&tree, "", CWD, shared_dir, onto_itself).step("mount the shared directory")?;
     pivot_into(tree.as_fd())?;

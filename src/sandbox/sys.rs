@@ -1,6 +1,7 @@
 //! The system calls of the sandbox that Rust cannot call safe.
 
 use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
 
 use rustix::process::Pid;
 use rustix::thread::UnshareFlags;
@@ -29,6 +30,17 @@ pub fn fork() -> io::Result<Forked> {
 pub fn unshare(namespaces: UnshareFlags) -> io::Result<()> {
     // SAFETY: unsafe is only the flag FILES, which callers here have no use for and which is masked out.
     unsafe { rustix::thread::unshare_unsafe(namespaces - UnshareFlags::FILES) }.map_err(Into::into)
+}
+
+/// Gives a mount and those below it these attributes (MOUNT_ATTR_*) besides what they have: mount_setattr(2).
+pub fn restrict_mounts(tree: BorrowedFd, attributes: u64) -> io::Result<()> {
+    let attr = libc::mount_attr { attr_set: attributes, attr_clr: 0, propagation: 0, userns_fd: 0 };
+    let flags = libc::AT_EMPTY_PATH | libc::AT_RECURSIVE;
+    // SAFETY: the path is a C string, and `attr` is as long as said.
+    let done = unsafe {
+        libc::syscall(libc::SYS_mount_setattr, tree.as_raw_fd(), c"".as_ptr(), flags, &attr, size_of_val(&attr))
+    };
+    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 fn require_single_thread() -> io::Result<()> {
