@@ -111,3 +111,6 @@ pub const FILE_MAX_SHARE: u64 = 4;
 /// that behaves is of a process that waits, so it needs more threads than this in one moment to come near. At 4 KiB for the
 /// largest, which has a number for each mapping there can be, they hold 16 MiB. One more gets EAGAIN.
 pub const WINDOW_JOBS: usize = 4096;
+
+/// How long the daemon waits when a connection cannot be accepted, for want of descriptors most often, before it tries again.
+pub const ACCEPT_PAUSE: Duration = Duration::from_secs(1);

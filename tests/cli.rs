@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{OFlags, fcntl_setfl};
 use rustix::io::{FdFlags, fcntl_setfd};
+use rustix::process::{Resource::Nofile, Rlimit};
 use thruway::frontend::{Frontend, Options};
 use thruway::fuse::abi::{InitInCompat, KERNEL_VERSION, Opcode};
 use zerocopy::IntoBytes;
@@ -185,6 +186,89 @@ fn a_stale_socket_is_replaced() {
     let mut second = Running::start(dir.path(), &args);
     drop(connect(&socket));
     assert_eq!(second.wait(), Some(0));
+}
+
+#[test]
+fn a_file_that_is_no_pid_file_is_not_touched() {
+    let start = |dir: &Path| {
+        let socket = dir.join("s");
+        failure(&["--sandbox=none", "--shared-dir", dir.to_str().unwrap(), "--socket-path", socket.to_str().unwrap()])
+    };
+    for contents in ["123\n", "text"] {
+        let makers: [fn(&Path, &Path); 3] = [
+            |victim, pid| std::os::unix::fs::symlink(victim, pid).unwrap(),
+            |victim, pid| fs::hard_link(victim, pid).unwrap(),
+            |victim, pid| fs::write(pid, fs::read(victim).unwrap()).unwrap(),
+        ];
+        for (kind, make) in makers.iter().enumerate() {
+            let dir = tempfile::tempdir().unwrap();
+            let (victim, pid) = (dir.path().join("victim"), dir.path().join("s.pid"));
+            fs::write(&victim, contents).unwrap();
+            make(&victim, &pid);
+            if (kind, contents) == (2, "123\n") {
+                // That one is what a daemon leaves that was killed.
+                let mut daemon = Running::start(dir.path(), &["--socket-path", dir.path().join("s").to_str().unwrap()]);
+                drop(connect(&dir.path().join("s")));
+                assert_eq!(fs::read_to_string(&pid).unwrap(), format!("{}\n", daemon.0.id()));
+                daemon.wait();
+                continue;
+            }
+            let line = start(dir.path());
+            assert!(line.contains("s.pid"), "{line}");
+            assert_eq!(fs::read_to_string(&victim).unwrap(), contents);
+            assert_eq!(fs::read_to_string(&pid).unwrap(), contents);
+            assert!(!dir.path().join("s").exists());
+        }
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let mode = rustix::fs::Mode::from_raw_mode(0o600);
+    rustix::fs::mknodat(rustix::fs::CWD, dir.path().join("s.pid"), rustix::fs::FileType::Fifo, mode, 0).unwrap();
+    assert!(start(dir.path()).contains("is no pid file"));
+}
+
+#[test]
+fn a_daemon_without_descriptors_accepts_later() {
+    let dir = tempfile::tempdir().unwrap();
+    let (socket, log) = (dir.path().join("s"), dir.path().join("log"));
+    let mut command = daemon();
+    command.args(["--keep-alive", "--sandbox=none", "--shared-dir"]).arg(dir.path()).arg("--socket-path").arg(&socket);
+    let mut daemon = Running(command.stderr(fs::File::create(&log).unwrap()).spawn().unwrap());
+    let says = |text: &str| {
+        let end = Instant::now() + Duration::from_secs(20);
+        while !fs::read_to_string(&log).unwrap().contains(text) {
+            assert!(Instant::now() < end, "not said: {text}");
+            sleep(Duration::from_millis(5));
+        }
+    };
+    drop(connect(&socket));
+    says("waiting for another");
+    let pid = rustix::process::Pid::from_child(&daemon.0);
+    let limits = fs::read_to_string(format!("/proc/{}/limits", daemon.0.id())).unwrap();
+    let line = limits.lines().find_map(|line| line.strip_prefix("Max open files")).unwrap();
+    let hard = line.split_whitespace().nth(1).unwrap().parse().unwrap();
+    let limit = |n| {
+        rustix::process::prlimit(Some(pid), Nofile, Rlimit { current: Some(n), maximum: Some(hard) }).unwrap();
+    };
+    // It has made all that it needs for the next connection when it waits in accept(2).
+    let waits = || {
+        let tasks = fs::read_dir(format!("/proc/{}/task", daemon.0.id())).unwrap();
+        let calls = tasks.filter_map(|task| fs::read_to_string(task.unwrap().path().join("syscall")).ok());
+        calls.into_iter().any(|call| call.starts_with(&format!("{} ", libc::SYS_accept4)))
+    };
+    while !waits() {
+        sleep(Duration::from_millis(5));
+    }
+    let fd = format!("/proc/{}/fd", daemon.0.id());
+    let free = (0..).find(|n| !Path::new(&fd).join(n.to_string()).is_symlink()).unwrap();
+    limit(free);
+    // The kernel had a descriptor for this one, but the daemon has none for the next step.
+    drop(connect(&socket));
+    says("trying again");
+    assert!(daemon.0.try_wait().unwrap().is_none());
+    limit(hard);
+    let mut frontend = connect(&socket);
+    frontend.write_all(&GET_FEATURES).unwrap();
+    frontend.read_exact(&mut [0; 20]).unwrap();
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::ffi::CString;
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Write};
+use std::io::{self, Read, Seek, Write};
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, chown};
 use std::os::unix::net::UnixListener;
@@ -22,6 +22,8 @@ pub enum Error {
     InUse(PathBuf),
     #[error("'{0}' exists and is no socket: remove it, or give another path")]
     NotASocket(PathBuf),
+    #[error("'{0}' exists and is no pid file: remove it, or give another path")]
+    NotAPidFile(PathBuf),
     #[error("there is no directory '{0}' for the socket: create it, or give another path")]
     NoDirectory(PathBuf),
     #[error("there is no group '{0}' for the socket: see --socket-group")]
@@ -36,6 +38,9 @@ pub enum Error {
 /// milliseconds to end, more with much memory mapped, and a supervisor starts the next one at once.
 const LOCK_TRIES: usize = 20;
 const LOCK_PAUSE: Duration = Duration::from_millis(50);
+
+/// Longest contents of a pid file in bytes.
+const LONGEST_PID: u64 = 20;
 
 /// A listening socket at a path.
 #[derive(Debug)]
@@ -79,6 +84,8 @@ pub fn inherit(fd: RawFd) -> Result<UnixListener, Error> {
     // SAFETY: the descriptor is open, as was just seen, and whoever passes --fd leaves it to the daemon.
     let listener = UnixListener::from(unsafe { OwnedFd::from_raw_fd(fd) });
     fcntl_setfd(&listener, FdFlags::CLOEXEC).map_err(|_| Error::BadFd(fd))?;
+    // The daemon waits in accept(2); one that does not wait would be asked again and again.
+    listener.set_nonblocking(false).map_err(|_| Error::BadFd(fd))?;
     Ok(listener)
 }
 
@@ -98,10 +105,8 @@ fn lock(path: &Path) -> Result<File, Error> {
     name.push(".pid");
     let pid_path = Path::new(&name);
     let cannot = at("lock", pid_path);
-    let mut options = OpenOptions::new();
-    options.write(true).create(true).truncate(false).mode(0o600);
     for _ in 0..LOCK_TRIES {
-        let mut file = options.open(pid_path).map_err(&cannot)?;
+        let Some(mut file) = open_pid_file(pid_path).map_err(&cannot)? else { continue };
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Err(rustix::io::Errno::WOULDBLOCK) => {
                 std::thread::sleep(LOCK_PAUSE);
@@ -111,12 +116,43 @@ fn lock(path: &Path) -> Result<File, Error> {
         }
         // Whoever held the lock may have removed the file meanwhile.
         let locked = file.metadata().map_err(&cannot)?.ino();
-        if fs::metadata(pid_path).is_ok_and(|now| now.ino() == locked) {
-            file.set_len(0).and_then(|()| writeln!(file, "{}", std::process::id())).map_err(&cannot)?;
+        if fs::symlink_metadata(pid_path).is_ok_and(|now| now.ino() == locked) {
+            if !is_pid_file(&file).map_err(&cannot)? {
+                return Err(Error::NotAPidFile(pid_path.to_owned()));
+            }
+            file.set_len(0).and_then(|()| file.rewind()).map_err(&cannot)?;
+            writeln!(file, "{}", std::process::id()).map_err(&cannot)?;
             return Ok(file);
         }
     }
     Err(Error::InUse(path.to_owned()))
+}
+
+/// Makes the file, or opens the one that is there. None if it went away meanwhile. No symbolic link is followed, and no
+/// FIFO waited for.
+fn open_pid_file(path: &Path) -> io::Result<Option<File>> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).mode(0o600).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
+    match options.clone().create_new(true).open(path) {
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
+        made => return made.map(Some),
+    }
+    match options.open(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+        opened => opened.map(Some),
+    }
+}
+
+/// Whether a file may be written over: it is empty or has a process id, and no other name.
+fn is_pid_file(file: &File) -> io::Result<bool> {
+    let meta = file.metadata()?;
+    if !meta.is_file() || meta.nlink() != 1 {
+        return Ok(false);
+    }
+    let mut text = Vec::new();
+    Read::take(file, LONGEST_PID + 1).read_to_end(&mut text)?;
+    let is_number = text.iter().all(|b| b.is_ascii_digit() || b.is_ascii_whitespace());
+    Ok(text.len() as u64 <= LONGEST_PID && is_number)
 }
 
 fn remove_stale(path: &Path) -> Result<(), Error> {

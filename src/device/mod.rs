@@ -157,10 +157,14 @@ pub fn serve<H: Handler>(listener: UnixListener, handler: Arc<H>, options: Optio
     let mut listener = Listener::from(listener);
     let (waiting, pools) = (Arc::default(), Arc::default());
     loop {
-        let device = Device::new(handler.clone(), &options, &waiting, &pools)?;
-        match (device.serve(&mut listener), options.keep_alive) {
+        let device = Device::new(handler.clone(), &options, &waiting, &pools);
+        match (device.and_then(|device| device.serve(&mut listener)), options.keep_alive) {
             (Ok(()), true) => tracing::info!("the frontend is gone, waiting for another"),
             (Err(e @ Error::Connection(_)), true) => tracing::warn!("{e}, waiting for another"),
+            (Err(e @ (Error::Accept(_) | Error::Setup(_))), true) => {
+                tracing::warn!("{e}, trying again");
+                std::thread::sleep(limits::ACCEPT_PAUSE);
+            }
             (end, _) => return end,
         }
     }
