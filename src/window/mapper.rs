@@ -183,16 +183,20 @@ impl Mapper {
 
     pub fn run(mut self, jobs: &Jobs) -> ! {
         loop {
-            if let Some(job) = jobs.next(self.patience()) {
-                self.work(job);
-            }
-            if self.needs_care() && self.cared.elapsed() >= TICK {
-                self.care();
-                self.cared = Instant::now();
-            }
-            if let Some(slots) = &mut self.slots {
-                slots.look();
-            }
+            let job = jobs.next(self.patience());
+            self.turn(job);
+        }
+    }
+
+    /// Does a job, and what is due.
+    pub fn turn(&mut self, job: Option<Job>) {
+        job.into_iter().for_each(|job| self.work(job));
+        if self.needs_care() && self.cared.elapsed() >= TICK {
+            self.care();
+            self.cared = Instant::now();
+        }
+        if let Some(slots) = &mut self.slots {
+            slots.look();
         }
     }
 

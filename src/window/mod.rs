@@ -19,6 +19,9 @@ mod table;
 #[cfg(test)]
 mod tests;
 
+#[cfg(any(fuzzing, test))]
+pub mod doors;
+
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;

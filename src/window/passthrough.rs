@@ -155,9 +155,17 @@ impl Passthrough {
     /// Forgets all. To be followed by the mapper's reset.
     pub(super) fn reset(&self) {
         let mut nodes = self.nodes.lock();
-        *nodes = Nodes { session: nodes.session + 1, ..Nodes::new() };
+        let new = Nodes { session: nodes.session + 1, ..Nodes::new() };
+        let ended = std::mem::replace(&mut *nodes, new);
         self.on.store(false, Ordering::Release);
         self.table.clear();
+        drop(nodes);
+        // The mapper will find that nobody waits.
+        for node in ended.known.into_values() {
+            if let How::Deciding(_, waiting) = node.how {
+                waiting.into_iter().for_each(|answer| answer(Err(Errno::IO)));
+            }
+        }
     }
 
     /// Whether a node has opens, of any kind.

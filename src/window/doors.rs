@@ -1,0 +1,49 @@
+//! For fuzz/: a window without threads.
+
+use super::mapper::{Job, Mapper};
+use super::slots::Slots;
+use super::*;
+
+pub use super::table::{Entry, Table};
+
+/// A window whose mapper does what it is told to.
+pub struct Rig {
+    pub window: Arc<Window>,
+    pass: Arc<Passthrough>,
+    mapper: Mapper,
+}
+
+impl Rig {
+    pub fn new(size: u64, settings: Settings, files: Arc<dyn StandIns>) -> io::Result<Self> {
+        let jobs = Arc::new(Jobs::default());
+        let (shared, pass) = (Arc::new(Shared::default()), Arc::new(Passthrough::new(settings, jobs.clone())?));
+        let slots = Slots::new(pass.clone(), shared.clone(), files.clone());
+        let mapper = Mapper::new((size / RANGE) as usize, shared.clone(), files.clone(), Some(slots));
+        let window = Arc::new(Window { size, passthrough: Some(pass.clone()), jobs, shared, files });
+        Ok(Self { window, pass, mapper })
+    }
+
+    /// One turn of the mapper. Whether there was a job.
+    pub fn turn(&mut self) -> bool {
+        let job = self.window.jobs.next(Some(Duration::ZERO));
+        let any = job.is_some();
+        self.mapper.turn(job);
+        any
+    }
+
+    pub fn event(&self, event: Event) {
+        self.window.jobs.send(Job::Event(event));
+    }
+
+    pub fn pass(&self) -> &Arc<Passthrough> {
+        &self.pass
+    }
+
+    pub fn table(&self) -> &Table {
+        &self.pass.table
+    }
+
+    pub fn live(&self) -> [usize; 3] {
+        [0, 1, 2].map(|region: usize| self.window.shared.live[region].load(Ordering::Relaxed))
+    }
+}
