@@ -5,10 +5,10 @@ CARGO ?= cargo
 export CARGO_TARGET_DIR = $(CURDIR)/target
 
 SCRIPTS = vm-images/boot vm-images/setup.sh vm-images/build-* vm-images/lib.sh vm-images/linux-source.sh vm-images/guest/* .ci/run tests/run tests/demo \
-	guest-kernel/build \
+	guest-kernel/build fuzz/run fuzz/rustc tests/dependencies tests/sanitized tests/miri \
 	tests/guest/demo-init tests/guest/*.sh tests/host/run-case tests/host/*.sh
 
-.PHONY: all build images tree guest-kernel guest-kernel-debug demo unit test soak neighbours bench check install clean
+.PHONY: all build images tree guest-kernel guest-kernel-debug demo unit test soak neighbours bench check install clean fuzz fuzz-short asan tsan miri loom
 
 all: build
 
@@ -39,6 +39,7 @@ unit:
 # The case that takes the two-CPU kernel builds it, beside others.
 test: tree
 	$(MAKE) unit build
+	$(MAKE) fuzz-short miri
 	tests/run
 
 soak: tree
@@ -53,9 +54,30 @@ neighbours:
 bench: tree
 	$(CARGO) bench --bench guest -- $(ARGS)
 
+# Ten seconds of each target; those that need root are left out without it.
+fuzz-short:
+	fuzz/run --seconds 10
+
+# ARGS='--seconds 3600 --rounds 0 server', for example; fuzz/run tells all.
+fuzz:
+	fuzz/run $(ARGS)
+
+# The tests that need no guest, under a sanitizer. Some minutes each.
+asan tsan:
+	tests/sanitized $@
+
+# What parses bytes, under Miri. Left out, and said so, where there is no nightly with it.
+miri:
+	tests/miri
+
+# What threads share without a lock, in every order of its steps.
+loom:
+	RUSTFLAGS='--cfg loom' $(CARGO) test --release --lib --target-dir target/loom loom_
+
 check:
 	$(CARGO) fmt --check
 	$(CARGO) clippy --all-targets -- -D warnings
+	tests/dependencies
 	if command -v shellcheck >/dev/null; then shellcheck -x -P SCRIPTDIR $(SCRIPTS); else echo 'no shellcheck here: scripts are not checked'; fi
 
 install: build

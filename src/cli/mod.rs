@@ -5,6 +5,17 @@ pub mod listen;
 pub mod log;
 pub mod metrics;
 
+/// For fuzz/.
+#[cfg(fuzzing)]
+pub mod doors {
+    pub fn size(text: &str) -> Option<u64> {
+        super::parse_size(text).ok()
+    }
+    pub fn window(text: &str) -> Option<super::WindowSize> {
+        super::parse_window(text).ok()
+    }
+}
+
 use std::ffi::OsString;
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};

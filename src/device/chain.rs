@@ -23,8 +23,8 @@ const UNIQUE_AT: usize = 8;
 /// A device-writable range of guest memory.
 #[derive(Clone, Copy)]
 pub struct Segment {
-    addr: GuestAddress,
-    len: u32,
+    pub addr: GuestAddress,
+    pub len: u32,
 }
 
 /// A queue's descriptor table: guest address and length in descriptors.

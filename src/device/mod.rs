@@ -47,6 +47,18 @@ use ring::Vring;
 use shmem::Channel;
 use state::Transfer;
 
+/// For fuzz/.
+#[cfg(fuzzing)]
+pub mod doors {
+    pub use super::chain::{Segment, Table, is_near, load, mark_dirty, write};
+    pub use super::dirty::DirtyLog;
+    pub use super::pool::Pools;
+    pub use super::queue::Workers;
+    pub use super::ring::Vring;
+    pub type Memory = super::Memory;
+    pub type MemoryAtomic = super::GuestMemory;
+}
+
 pub use config::TAG_LEN;
 pub(crate) use poll::offer_cpu;
 pub use uring::Rings;

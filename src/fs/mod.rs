@@ -22,6 +22,12 @@ mod tests;
 mod xattr;
 pub mod xattrmap;
 
+/// For fuzz/.
+#[cfg(fuzzing)]
+pub mod doors {
+    pub use super::stream::{Location, State};
+}
+
 use std::ffi::CString;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};

@@ -165,12 +165,12 @@ mod tests {
         let mut scratch = Vec::new();
         let mut read = |name: &[u8], near| {
             let mut bytes = request(Opcode::Lookup, name, None);
-            let (head, args) = bytes.split_at_mut(size_of::<InHeader>() + 1);
+            let (base, head) = (bytes.as_mut_ptr(), size_of::<InHeader>() + 1);
             let mut vecs = IoVecs::default();
             // SAFETY: `bytes` outlives the list.
             unsafe {
-                vecs.push(head.as_mut_ptr(), head.len(), true);
-                vecs.push(args.as_mut_ptr(), args.len(), near);
+                vecs.push(base, head, true);
+                vecs.push(base.wrapping_add(head), bytes.len() - head, near);
             }
             Request::read(&mut vecs, &mut scratch).map(|mut r| r.name().map(|name| name.to_owned()))
         };

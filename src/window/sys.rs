@@ -3,7 +3,7 @@
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
-use rustix::ioctl::opcode;
+use rustix::ioctl::{Opcode, opcode};
 use zerocopy::{FromBytes, Immutable, KnownLayout};
 
 /// struct fuse_backing_map of include/uapi/linux/fuse.h.
@@ -17,9 +17,9 @@ struct BackingMap {
 /// FUSE_DEV_IOC_MAGIC of include/uapi/linux/fuse.h.
 const FUSE: u8 = 229;
 /// FUSE_DEV_IOC_BACKING_OPEN.
-pub const BACKING_OPEN: u32 = opcode::write::<BackingMap>(FUSE, 1);
+pub const BACKING_OPEN: Opcode = opcode::write::<BackingMap>(FUSE, 1);
 /// FUSE_DEV_IOC_BACKING_CLOSE.
-pub const BACKING_CLOSE: u32 = opcode::write::<u32>(FUSE, 2);
+pub const BACKING_CLOSE: Opcode = opcode::write::<u32>(FUSE, 2);
 
 /// What a permission event is answered with (FAN_ALLOW).
 const ALLOW: u32 = 1;

@@ -7,6 +7,8 @@
 //! /dev/fuse is served directly: the crate `fuser` would add a dozen crates for nine requests, and hides the descriptor
 //! from the handshake to the notifications.
 
+#[cfg(fuzzing)]
+pub mod doors;
 mod fuse;
 mod guard;
 mod nodes;

@@ -63,14 +63,14 @@ pub struct Shared {
     /// /dev/fuse.
     pub fuse: OwnedFd,
     /// The mount's directory.
-    root: OwnedFd,
-    calls: OwnedFd,
+    pub(super) root: OwnedFd,
+    pub(super) calls: OwnedFd,
     pub notices: OwnedFd,
     pub nodes: Nodes,
     /// The process whose calls are served.
     pub daemon: AtomicI32,
-    guard: Result<Guard, String>,
-    watch: Option<Watch>,
+    pub(super) guard: Result<Guard, String>,
+    pub(super) watch: Option<Watch>,
 }
 
 /// Why a step failed.
@@ -117,7 +117,7 @@ fn hear(calls: &OwnedFd) -> Result<super::Guard, Error> {
 }
 
 /// A FUSE mount that is attached nowhere: nobody sees it, and it is gone with its last descriptor.
-fn mount() -> Result<(OwnedFd, OwnedFd), Error> {
+pub(super) fn mount() -> Result<(OwnedFd, OwnedFd), Error> {
     let flags = OFlags::RDWR | OFlags::CLOEXEC;
     let fuse = openat(rustix::fs::CWD, "/dev/fuse", flags, Mode::empty()).step("open /dev/fuse (modprobe fuse)")?;
     let context = fsopen("fuse", FsOpenFlags::FSOPEN_CLOEXEC).step("mount FUSE (it needs CAP_SYS_ADMIN)")?;
@@ -247,7 +247,7 @@ fn serve(shared: &Shared) -> ! {
 }
 
 impl Shared {
-    fn answer(&self, call: Call, real: Option<OwnedFd>) -> (Answer, Option<OwnedFd>) {
+    pub(super) fn answer(&self, call: Call, real: Option<OwnedFd>) -> (Answer, Option<OwnedFd>) {
         let result = match (call.what, real) {
             (OPEN_THROUGH, Some(real)) => self.open(call.id, Kind::Through, real),
             (OPEN_CACHED, Some(real)) => self.open(call.id, Kind::Cached, real),

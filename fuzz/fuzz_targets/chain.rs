@@ -1,0 +1,169 @@
+//! The descriptor-chain walker, against a walker that is as simple as can be.
+#![no_main]
+
+use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
+use std::sync::OnceLock;
+
+use libfuzzer_sys::fuzz_target;
+use thruway::device::doors::{DirtyLog, Memory, MemoryAtomic, Segment, Table, is_near, load, mark_dirty, write};
+use thruway::fuse::Work;
+use thruway_fuzz::Input;
+use vm_memory::mmap::MmapRegion;
+use vm_memory::{Bytes, FileOffset, GuestAddress, GuestAddressSpace, GuestMemoryBackend, GuestRegionMmap};
+
+/// Regions: address, length, whether it is a mapped file. Two touch each other.
+const REGIONS: [(u64, usize, bool); 4] =
+    [(0, 0x4000, false), (0x8000, 0x2000, false), (0xa000, 0x1000, false), (0xb000, 0x1000, true)];
+
+fn region(addr: u64, len: usize, far: bool) -> GuestRegionMmap<DirtyLog> {
+    let mapping = if far {
+        let file: OwnedFd = rustix::fs::memfd_create("far", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, len as u64).unwrap();
+        // A file that fstatfs(2) cannot tell of is taken for one that is mapped.
+        let closed = file.into_raw_fd();
+        // SAFETY: it is open.
+        let file = unsafe { std::fs::File::from_raw_fd(closed) };
+        let mapping = MmapRegion::from_file(FileOffset::new(file, 0), len).unwrap();
+        // SAFETY: nothing uses the descriptor any more but the look at it that is to fail.
+        unsafe { libc::close(closed) };
+        mapping
+    } else {
+        MmapRegion::new(len).unwrap()
+    };
+    GuestRegionMmap::new(mapping, GuestAddress(addr)).unwrap()
+}
+
+fn memory() -> &'static MemoryAtomic {
+    static MEMORY: OnceLock<MemoryAtomic> = OnceLock::new();
+    MEMORY.get_or_init(|| {
+        let regions = REGIONS.map(|(addr, len, far)| region(addr, len, far));
+        let mem = Memory::from_regions(regions.into()).unwrap();
+        assert!(REGIONS.iter().all(|r| is_near(&mem, GuestAddress(r.0), r.1) != r.2));
+        MemoryAtomic::new(mem)
+    })
+}
+
+/// What the walker must find: the lengths of the readable and the writable buffers, and whether all is well.
+#[derive(Debug, Default, PartialEq)]
+struct Found {
+    readable: u64,
+    writable: u64,
+    segments: usize,
+    fault: Option<i32>,
+}
+
+/// How many bytes of a range are in memory.
+fn inside(addr: u64, len: u64, far_too: bool) -> u64 {
+    let (mut at, end) = (u128::from(addr), u128::from(addr) + u128::from(len));
+    while at < end {
+        let holds = |r: &&(u64, usize, bool)| {
+            (far_too || !r.2) && (u128::from(r.0)..u128::from(r.0) + r.1 as u128).contains(&at)
+        };
+        let Some(r) = REGIONS.iter().find(holds) else { break };
+        at = end.min(u128::from(r.0) + r.1 as u128);
+    }
+    (at - u128::from(addr)) as u64
+}
+
+fn model(mem: &Memory, table: u64, len: u16, head: u16) -> Found {
+    let mut found = Found::default();
+    let (mut table, mut len, mut index, mut indirect) = (table, u64::from(len), u64::from(head), false);
+    for _ in 0..1024 {
+        let Some(at) = table.checked_add(16 * index).filter(|_| index < len) else {
+            let errno = if index < len { libc::EFAULT } else { libc::EINVAL };
+            found.fault = found.fault.or(Some(errno));
+            return found;
+        };
+        if inside(at, 16, false) < 16 {
+            found.fault = found.fault.or(Some(libc::EFAULT));
+            return found;
+        }
+        let mut raw = [0; 16];
+        mem.read_slice(&mut raw, GuestAddress(at)).unwrap();
+        let mut raw = Input(&raw);
+        let (addr, size, flags, next) = (raw.u64(), u64::from(raw.u32()), raw.u16(), raw.u16());
+        if flags & 4 != 0 {
+            if indirect || flags & 1 != 0 || size == 0 || size % 16 != 0 {
+                found.fault = found.fault.or(Some(libc::EINVAL));
+                return found;
+            }
+            (table, len, index, indirect) = (addr, size / 16, 0, true);
+            continue;
+        }
+        let there = inside(addr, size, true);
+        if flags & 2 != 0 {
+            found.writable += there;
+            if there < size {
+                found.fault = Some(libc::EFAULT);
+                return found;
+            }
+            found.segments += usize::from(size > 0);
+        } else if found.segments > 0 {
+            found.fault = found.fault.or(Some(libc::EINVAL));
+        } else if found.fault.is_none() {
+            found.readable += there;
+            found.fault = (there < size).then_some(libc::EFAULT);
+        }
+        if flags & 1 == 0 {
+            return found;
+        }
+        index = next.into();
+    }
+    found.fault = found.fault.or(Some(libc::EINVAL));
+    found
+}
+
+thread_local! {
+    static KEPT: std::cell::RefCell<(Work, Vec<Segment>)> = Default::default();
+}
+
+fuzz_target!(|bytes: &[u8]| {
+    let mut input = Input(bytes);
+    let (head, shape) = (input.u8(), input.u8());
+    let at = [0, 0x1000, 0x3fe0, 0x8000, 0x9fe8, 0xafe0, 0xb000, 0xffff_ffff_ffff_ffe0][usize::from(shape & 7)];
+    let len = [1, 2, 4, 8, 16, 64, 256, 1024][usize::from(shape >> 3 & 7)];
+    let mem = memory().memory();
+    let tables = input.0;
+    // What does not fit is cut off.
+    let wrote = mem.write(tables, GuestAddress(at)).unwrap_or(0);
+    KEPT.with_borrow_mut(|(work, segments)| {
+        let want = model(&mem, at, len, head.into());
+        let (mut loaded, fault) = load(&mem, Table { addr: GuestAddress(at), len }, head.into(), work, segments);
+        let (readable, writable) = (loaded.work.readable.len() as u64, loaded.work.writable.len() as u64);
+        let got = Found { readable, writable, segments: segments.len(), fault: fault.err() };
+        assert_eq!(got, want);
+        for list in [&mut loaded.work.readable, &mut loaded.work.writable] {
+            let range = list.range(0..usize::MAX);
+            assert!(range.as_slice().len() <= 2 * 1024 * REGIONS.len());
+            for slice in range.as_slice() {
+                // Two regions may lie side by side here too, so a slice may be in both.
+                let (start, end) = (slice.iov_base as usize, slice.iov_base as usize + slice.iov_len);
+                let mut covered = start;
+                while covered < end {
+                    let base = |r: &(u64, usize, bool)| mem.get_host_address(GuestAddress(r.0)).unwrap() as usize;
+                    let within = |r: &&(u64, usize, bool)| (base(r)..base(r) + r.1).contains(&covered);
+                    let r = REGIONS.iter().find(within).expect("a slice outside of memory");
+                    covered = end.min(base(r) + r.1);
+                }
+            }
+        }
+        let refused = loaded.refuse(libc::EIO);
+        assert!(refused == 0 || refused <= 16);
+        drop(loaded);
+        let near = segments.iter().all(|s| is_near(&mem, s.addr, s.len as usize));
+        let reply = [0; 64];
+        match write(&mem, segments, &reply) {
+            Ok(n) => assert_eq!(n as u64, want.writable.min(64).min(segments.iter().map(|s| u64::from(s.len)).sum())),
+            Err(_) => assert!(!near),
+        }
+        mark_dirty(&mem, segments, 64);
+    });
+    // As it was, for the next input.
+    let zeros = [0; 4096];
+    let mut left = wrote;
+    while left > 0 {
+        let n = left.min(zeros.len());
+        mem.write_slice(&zeros[..n], GuestAddress(at + (wrote - left) as u64)).unwrap();
+        left -= n;
+    }
+});

@@ -1,0 +1,352 @@
+//! Requests, from bytes to the call of a file system that takes everything and back to a reply.
+#![no_main]
+
+use std::cell::RefCell;
+use std::ffi::CStr;
+use std::ops::ControlFlow;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::AtomicBool;
+
+use libfuzzer_sys::fuzz_target;
+use rustix::io::Errno;
+use thruway::fuse::abi::*;
+use thruway::fuse::buf::IoRange;
+use thruway::fuse::ops::*;
+use thruway::fuse::{Outcome, Server, Work};
+use thruway_fuzz::Input;
+use zerocopy::{FromBytes, IntoBytes};
+
+/// Looks at every byte that it is given, and says yes; to odd numbers of files it says no.
+struct Anything;
+
+fn ask(node: u64) -> Result<()> {
+    if node % 5 == 4 { Err(Errno::NOENT) } else { Ok(()) }
+}
+
+fn look(bytes: &[u8]) -> u8 {
+    std::hint::black_box(bytes.iter().fold(0, |sum, b| sum ^ b))
+}
+
+fn name(name: &CStr) {
+    assert!(!name.to_bytes().contains(&0));
+    look(name.to_bytes());
+}
+
+fn creator(by: &Creator) {
+    if let Some((label, value)) = by.label {
+        name(label);
+        look(value);
+    }
+}
+
+fn entry() -> Result<EntryOut> {
+    Ok(EntryOut { nodeid: 2, ..Default::default() })
+}
+
+impl Control for Anything {
+    fn enter_thread(&self) {}
+    fn init(&self, offered: InitFlags) -> Result<Session> {
+        let passthrough: Option<Handover> = offered
+            .contains(InitFlags::PASSTHROUGH_SHM)
+            .then(|| -> Handover { Box::new(|answer| answer(Err(Errno::NODEV))) });
+        Ok(Session { flags: offered, map_alignment: 21, passthrough })
+    }
+    fn destroy(&self) {}
+    fn interrupt(&self, _unique: u64) {}
+}
+
+impl Attrs for Anything {
+    fn getattr(&self, node: u64, _fh: Option<u64>) -> Result<AttrOut> {
+        ask(node).map(|()| AttrOut::default())
+    }
+    fn setattr(&self, node: u64, _attr: &SetattrIn) -> Result<AttrOut> {
+        ask(node).map(|()| AttrOut::default())
+    }
+    fn statx(&self, node: u64, _fh: Option<u64>, _flags: u32, _mask: u32) -> Result<StatxOut> {
+        ask(node).map(|()| StatxOut::read_from_bytes(&[0; 288]).unwrap())
+    }
+    fn statfs(&self, node: u64) -> Result<StatfsOut> {
+        ask(node).map(|()| StatfsOut::default())
+    }
+    fn access(&self, node: u64, _uid: u32, _gid: u32, _mask: u32) -> Result<()> {
+        ask(node)
+    }
+}
+
+impl Names for Anything {
+    fn lookup(&self, parent: u64, n: &CStr) -> Result<EntryOut> {
+        name(n);
+        ask(parent).and_then(|()| entry())
+    }
+    fn forget(&self, _node: u64, _nlookup: u64) {}
+    fn readlink(&self, node: u64, to: &mut Vec<u8>) -> Result<()> {
+        to.resize((node % 4096) as usize, b'x');
+        ask(node)
+    }
+    fn symlink(&self, parent: u64, n: &CStr, target: &CStr, by: &Creator) -> Result<EntryOut> {
+        name(n);
+        name(target);
+        creator(by);
+        ask(parent).and_then(|()| entry())
+    }
+    fn mknod(&self, parent: u64, n: &CStr, _mode: u32, _rdev: u32, by: &Creator) -> Result<EntryOut> {
+        name(n);
+        creator(by);
+        ask(parent).and_then(|()| entry())
+    }
+    fn mkdir(&self, parent: u64, n: &CStr, _mode: u32, by: &Creator) -> Result<EntryOut> {
+        name(n);
+        creator(by);
+        ask(parent).and_then(|()| entry())
+    }
+    fn unlink(&self, parent: u64, n: &CStr) -> Result<()> {
+        name(n);
+        ask(parent)
+    }
+    fn rmdir(&self, parent: u64, n: &CStr) -> Result<()> {
+        name(n);
+        ask(parent)
+    }
+    fn rename(&self, parent: u64, n: &CStr, newparent: u64, newname: &CStr, _flags: u32, by: &Creator) -> Result<()> {
+        creator(by);
+        name(n);
+        name(newname);
+        ask(parent).and(ask(newparent))
+    }
+    fn link(&self, node: u64, newparent: u64, newname: &CStr) -> Result<EntryOut> {
+        name(newname);
+        ask(node).and(ask(newparent)).and_then(|()| entry())
+    }
+}
+
+impl Files for Anything {
+    fn open(&self, node: u64, _open: &OpenIn) -> Result<Served<OpenOut>> {
+        ask(node)?;
+        Ok(match node % 3 {
+            0 => Served::Later(Box::new(|answer| answer(Ok(OpenOut::default())))),
+            _ => Served::Now(OpenOut::default()),
+        })
+    }
+    fn open_waiting(&self, node: u64, open: &OpenIn) -> Result<Served<OpenOut>> {
+        self.open(node, open)
+    }
+    fn truncates(&self, node: u64, _fh: Option<u64>) -> Result<Truncates> {
+        ask(node)?;
+        Ok([Truncates::Here, Truncates::Slowly, Truncates::Waits][(node % 3) as usize])
+    }
+    fn create(&self, parent: u64, n: &CStr, _create: &CreateIn, by: &Creator) -> Result<Served<Created>> {
+        name(n);
+        creator(by);
+        ask(parent).and_then(|()| Ok(Served::Now((entry()?, OpenOut::default()))))
+    }
+    fn tmpfile(&self, parent: u64, _create: &CreateIn, by: &Creator) -> Result<Served<Created>> {
+        creator(by);
+        ask(parent).and_then(|()| Ok(Served::Now((entry()?, OpenOut::default()))))
+    }
+    fn read(&self, node: u64, read: &ReadIn, to: &IoRange, _waits: bool) -> Result<Reading> {
+        assert!(to.len() <= read.size as usize);
+        let sum: usize = to.as_slice().iter().map(|s| s.iov_len).sum();
+        assert_eq!(sum, to.len());
+        ask(node).map(|()| Reading::Done(to.len()))
+    }
+    fn file_for_read(&self, _node: u64, _read: &ReadIn) -> Result<Option<OwnedFd>> {
+        Ok(None)
+    }
+    fn write(&self, node: u64, write: &WriteIn, from: &IoRange) -> Result<usize> {
+        assert_eq!(from.len(), write.size as usize);
+        for slice in from.as_slice() {
+            // SAFETY: it is a part of the input's copy.
+            look(unsafe { std::slice::from_raw_parts(slice.iov_base.cast(), slice.iov_len) });
+        }
+        ask(node).map(|()| from.len())
+    }
+    fn file_for_write(&self, _node: u64, _write: &WriteIn) -> Result<Option<OwnedFd>> {
+        Ok(None)
+    }
+    fn flush(&self, node: u64, _fh: u64, _lock_owner: u64) -> Result<()> {
+        ask(node)
+    }
+    fn release(&self, node: u64, _release: &ReleaseIn) -> Result<()> {
+        ask(node)
+    }
+    fn waits(&self, node: u64, _fh: u64) -> bool {
+        node % 2 == 1
+    }
+    fn fsync(&self, node: u64, _fh: u64, _datasync: bool) -> Result<()> {
+        ask(node)
+    }
+    fn fallocate(&self, node: u64, _args: &FallocateIn) -> Result<()> {
+        ask(node)
+    }
+    fn lseek(&self, node: u64, _fh: u64, offset: u64, _whence: u32) -> Result<u64> {
+        ask(node).map(|()| offset)
+    }
+    fn copy_file_range(&self, node: u64, args: &CopyFileRangeIn) -> Result<usize> {
+        ask(node).map(|()| args.len as usize)
+    }
+    fn syncfs(&self, node: u64) -> Result<()> {
+        ask(node)
+    }
+}
+
+impl Anything {
+    fn list(node: u64, offset: u64, sink: &mut dyn DirSink, plus: bool) -> Result<()> {
+        for n in offset.min(64)..64 {
+            let len = (n * 7 % 256) as usize;
+            if !sink.fits(len) {
+                break;
+            }
+            let dirent = Dirent { ino: n, off: n + 1, namelen: len as u32, kind: 0 };
+            sink.push(dirent, &[b'n'; 256][..len], plus.then(|| entry().unwrap()).as_ref());
+        }
+        ask(node)
+    }
+}
+
+impl Dirs for Anything {
+    fn opendir(&self, node: u64, _flags: u32) -> Result<OpenOut> {
+        ask(node).map(|()| OpenOut::default())
+    }
+    fn readdir(&self, node: u64, _fh: u64, offset: u64, sink: &mut dyn DirSink) -> Result<()> {
+        Self::list(node, offset, sink, false)
+    }
+    fn readdirplus(&self, node: u64, _fh: u64, offset: u64, sink: &mut dyn DirSink) -> Result<()> {
+        Self::list(node, offset, sink, true)
+    }
+    fn releasedir(&self, node: u64, _fh: u64) -> Result<()> {
+        ask(node)
+    }
+    fn fsyncdir(&self, node: u64, _fh: u64, _datasync: bool) -> Result<()> {
+        ask(node)
+    }
+}
+
+impl Xattrs for Anything {
+    fn setxattr(&self, node: u64, n: &CStr, value: &[u8], _flags: u32, _kill: bool) -> Result<()> {
+        name(n);
+        look(value);
+        ask(node)
+    }
+    fn getxattr(&self, node: u64, n: &CStr, size: usize, to: &mut Vec<u8>) -> Result<usize> {
+        name(n);
+        to.resize(size.min(300), b'v');
+        ask(node).map(|()| 300)
+    }
+    fn listxattr(&self, node: u64, size: usize, to: &mut Vec<u8>) -> Result<usize> {
+        to.resize(size.min(300), b'v');
+        ask(node).map(|()| 300)
+    }
+    fn removexattr(&self, node: u64, n: &CStr) -> Result<()> {
+        name(n);
+        ask(node)
+    }
+}
+
+impl Locks for Anything {
+    fn getlk(&self, node: u64, lk: &LkIn) -> Result<LkOut> {
+        ask(node).map(|()| LkOut { lk: lk.lk })
+    }
+    fn setlk(&self, node: u64, _unique: u64, _lk: &LkIn, wait: bool) -> Result<ControlFlow<LockWait>> {
+        ask(node)?;
+        Ok(if wait { ControlFlow::Break(Box::new(|| Err(Errno::INTR))) } else { ControlFlow::Continue(()) })
+    }
+}
+
+impl Mappings for Anything {
+    fn shrinks_wait(&self) -> bool {
+        true
+    }
+    fn setupmapping(&self, node: u64, _args: &SetupmappingIn) -> Result<Handover> {
+        ask(node)?;
+        Ok(Box::new(|answer| answer(Ok(()))))
+    }
+    fn removemapping(&self, parts: &[RemovemappingOne]) -> Result<Handover> {
+        look(parts.as_bytes());
+        Ok(Box::new(|answer| answer(Err(Errno::INVAL))))
+    }
+}
+
+struct Kept {
+    server: Server<Anything>,
+    work: Work,
+    request: Vec<u8>,
+    reply: Vec<u8>,
+}
+
+thread_local! {
+    static KEPT: RefCell<Kept> = RefCell::new(Kept {
+        server: Server::new(Anything),
+        work: Work::default(),
+        request: Vec::new(),
+        reply: vec![0; 8192],
+    });
+}
+
+/// Serves one request, its readable part cut at these places, with so much room. Returns the reply.
+fn serve(kept: &mut Kept, cuts: [u8; 2], room: usize, (crowded, waits): (bool, bool)) {
+    let Kept { server, work, request, reply } = kept;
+    let (base, len) = (request.as_mut_ptr(), request.len());
+    let mut cuts = cuts.map(|cut| usize::from(cut).min(len));
+    cuts.sort_unstable();
+    work.readable.clear();
+    work.writable.clear();
+    for (from, to) in [(0, cuts[0]), (cuts[0], cuts[1]), (cuts[1], len)] {
+        // SAFETY: both buffers are left alone until the lists are cleared again.
+        unsafe { work.readable.push(base.wrapping_add(from), to - from, true) };
+    }
+    let (first, rest) = (room.min(7), room - room.min(7));
+    // SAFETY: as above.
+    unsafe {
+        work.writable.push(reply.as_mut_ptr(), first, true);
+        work.writable.push(reply.as_mut_ptr().wrapping_add(first), rest, true);
+    }
+    (work.crowded, work.waits) = (crowded, waits);
+    let unique = InHeader::read_from_prefix(request).map_or(0, |(header, _)| header.unique);
+    let check = move |reply: &[u8]| {
+        let (header, _) = OutHeader::read_from_prefix(reply).unwrap();
+        assert_eq!((header.len as usize, header.unique), (reply.len(), unique));
+        assert!((-4095..=0).contains(&header.error) && (header.error == 0 || reply.len() == 16));
+    };
+    match server.handle(work) {
+        Outcome::Replied(len) => {
+            assert!(len <= room);
+            check(&reply[..len]);
+        }
+        Outcome::Silent => {}
+        Outcome::Deferred(wait) | Outcome::Lock(wait) => check(&wait()),
+        Outcome::Slow(wait) => check(&wait(&AtomicBool::new(crowded))),
+        Outcome::Io(_) => unreachable!("no file was offered for it"),
+        Outcome::Handed(hand) => hand(Box::new(move |reply| check(&reply))),
+    }
+    work.readable.clear();
+    work.writable.clear();
+}
+
+fuzz_target!(|bytes: &[u8]| {
+    let mut input = Input(bytes);
+    let (how, cuts, room) = (input.u8(), input.array(), usize::from(input.u16() % 8193));
+    KEPT.with_borrow_mut(|kept| {
+        kept.server.reset();
+        if how & 1 == 0 {
+            let flags = if how & 2 == 0 { !0u64 } else { 0 };
+            let flags = flags & !InitFlags::PASSTHROUGH_SHM.bits();
+            let init =
+                InitIn { major: 7, minor: 45, flags: flags as u32, flags2: (flags >> 32) as u32, ..Default::default() };
+            let header = InHeader { len: 104, opcode: Opcode::Init as u32, unique: 1, ..Default::default() };
+            kept.request.clear();
+            kept.request.extend(header.as_bytes());
+            kept.request.extend(init.as_bytes());
+            serve(kept, [0, 0], 80, (false, false));
+        }
+        kept.request.clear();
+        kept.request.extend(input.0);
+        if how & 4 == 0 && kept.request.len() >= 40 {
+            // A header that leads further than most.
+            let len = kept.request.len() as u32;
+            kept.request[..4].copy_from_slice(&len.to_le_bytes());
+            let opcode = u32::from(kept.request[4] % 56);
+            kept.request[4..8].copy_from_slice(&opcode.to_le_bytes());
+        }
+        serve(kept, cuts, room, (how & 8 != 0, how & 16 != 0));
+    });
+});

@@ -1,0 +1,190 @@
+//! A queue's worker while another thread rewrites the rings, the descriptors and the requests under it.
+#![no_main]
+
+use std::cell::RefCell;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use libfuzzer_sys::fuzz_target;
+use thruway::device::doors::{DirtyLog, Memory, MemoryAtomic, Vring, Workers};
+use thruway::device::{Handler, Rings};
+use thruway::fuse::{Outcome, Work};
+use thruway_fuzz::Input;
+use vhost_user_backend::VringT;
+use vm_memory::mmap::MmapRegion;
+use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, GuestRegionMmap};
+
+const SIZE: u16 = 16;
+const DESCRIPTORS: u64 = 0;
+const AVAILABLE: u64 = 0x400;
+const USED: u64 = 0x800;
+/// What an input says of memory begins here, so that it is all the rings and the first requests.
+const LEN: u64 = 0x4000;
+
+/// Rounds of the other thread: more than a worker takes for what an input offers.
+const ROUNDS: usize = 8;
+
+type Answer = Box<dyn FnOnce(Vec<u8>) + Send>;
+
+/// Answers in each way that there is, as the request says.
+#[derive(Default)]
+struct Any(Mutex<Vec<Answer>>);
+
+impl Handler for Any {
+    fn handle(&self, work: &mut Work) -> Outcome {
+        let mut head = [0; 4];
+        work.readable.read_at(0, &mut head);
+        let mut all = [0; 64];
+        let n = work.readable.read_at(usize::from(head[3]), &mut all);
+        let room = work.writable.len();
+        match head[0] % 8 {
+            0 => Outcome::Replied(work.writable.write_at(0, &all[..n])),
+            1 => Outcome::Silent,
+            2 => match head[2] % 2 {
+                0 => Outcome::Deferred(Box::new(move || vec![1; usize::from(head[1])])),
+                _ => Outcome::Lock(Box::new(move || vec![1; usize::from(head[1])])),
+            },
+            3 => Outcome::Slow(Box::new(move |_| vec![2; usize::from(head[1])])),
+            4 => Outcome::Handed(Box::new(move |answer| answer(vec![3; usize::from(head[1])]))),
+            5 => {
+                let (send, receive) = sync_channel(1);
+                let handed = Outcome::Handed(Box::new(move |answer| drop(send.send(answer))));
+                // It is kept until the other thread, or the end, lets it go.
+                self.0
+                    .lock()
+                    .unwrap()
+                    .push(Box::new(move |reply| receive.try_iter().for_each(|answer: Answer| answer(reply.clone()))));
+                handed
+            }
+            6 => Outcome::Replied(room),
+            _ => Outcome::Replied(usize::MAX),
+        }
+    }
+
+    fn reset(&self) {}
+}
+
+impl Any {
+    fn answer(&self) {
+        let kept = std::mem::take(&mut *self.0.lock().unwrap());
+        kept.into_iter().for_each(|answer| answer(vec![4; 20]));
+    }
+}
+
+type Write = (u64, Vec<u8>);
+
+struct Kept {
+    workers: Workers<Any>,
+    jobs: SyncSender<(Vec<Write>, Arc<Any>)>,
+    done: Receiver<()>,
+}
+
+impl Kept {
+    fn new() -> Self {
+        // Two regions that touch, the rings in the first.
+        let region = |addr| GuestRegionMmap::new(MmapRegion::<DirtyLog>::new(0x2000).unwrap(), GuestAddress(addr));
+        let mem = MemoryAtomic::new(Memory::from_regions(vec![region(0).unwrap(), region(0x2000).unwrap()]).unwrap());
+        let (jobs, work) = sync_channel::<(Vec<Write>, Arc<Any>)>(1);
+        let (tell, done) = sync_channel(1);
+        let theirs = mem.clone();
+        std::thread::spawn(move || {
+            for (writes, handler) in work {
+                let mem = theirs.memory();
+                for round in 0..ROUNDS {
+                    for (at, bytes) in &writes {
+                        let _ = mem.write(bytes, GuestAddress(*at));
+                    }
+                    if round == ROUNDS / 2 {
+                        handler.answer();
+                    }
+                }
+                drop(mem);
+                tell.send(()).unwrap();
+            }
+        });
+        let workers = Workers {
+            handler: Arc::default(),
+            mem,
+            closing: AtomicBool::new(false),
+            logging: AtomicBool::new(true),
+            waiting: Arc::new(AtomicUsize::new(0)),
+            pools: Arc::default(),
+            rings: Arc::new(Rings::none()),
+            poll: Duration::ZERO,
+        };
+        Self { workers, jobs, done }
+    }
+}
+
+thread_local! {
+    static KEPT: RefCell<Kept> = RefCell::new(Kept::new());
+}
+
+fn writes(input: &mut Input, most: u8) -> Vec<Write> {
+    let count = input.u8() % most;
+    (0..count)
+        .map(|_| {
+            let at = match input.u8() {
+                n @ 0..96 => DESCRIPTORS + u64::from(n) * 4,
+                n @ 96..128 => AVAILABLE + u64::from(n - 96) * 2,
+                n @ 128..160 => USED + u64::from(n - 128) * 2,
+                n => 0x1000 + u64::from(n - 160) * 128,
+            };
+            let len = usize::from(input.u8() % 33);
+            (at, input.bytes(len).to_vec())
+        })
+        .collect()
+}
+
+fuzz_target!(|bytes: &[u8]| {
+    let mut input = Input(bytes);
+    KEPT.with_borrow_mut(|kept| {
+        let mem = kept.workers.mem.memory();
+        mem.write_slice(&[0; LEN as usize], GuestAddress(0)).unwrap();
+        let (how, offered) = (input.u8(), input.u8());
+        // Chains of a request and room for its answer, which the input then changes.
+        for n in 0..u64::from(SIZE) / 2 {
+            let mut chain = Vec::new();
+            for (addr, len, flags) in [(0x1000 + n * 128, 64u32, 1u16), (0x3000 + n * 64, 64, 2)] {
+                chain.extend(addr.to_le_bytes());
+                chain.extend(len.to_le_bytes());
+                chain.extend(flags.to_le_bytes());
+                chain.extend((2 * n as u16 + 1).to_le_bytes());
+            }
+            mem.write_slice(&chain, GuestAddress(DESCRIPTORS + 32 * n)).unwrap();
+            mem.write_obj(2 * n as u16, GuestAddress(AVAILABLE + 4 + 2 * n)).unwrap();
+            mem.write_obj(input.u16(), GuestAddress(0x1000 + n * 128)).unwrap();
+        }
+        mem.write_obj(u16::from(offered), GuestAddress(AVAILABLE + 2)).unwrap();
+        for (at, bytes) in writes(&mut input, 8) {
+            let _ = mem.write(&bytes, GuestAddress(at));
+        }
+        drop(mem);
+        let ring = Vring::new(kept.workers.mem.clone(), 1024).unwrap();
+        ring.set_queue_size(SIZE);
+        ring.set_queue_event_idx(how & 1 != 0);
+        ring.set_queue_info(DESCRIPTORS, AVAILABLE, USED).unwrap();
+        ring.set_queue_ready(true);
+        ring.set_enabled(true);
+        kept.jobs.send((writes(&mut input, 16), kept.workers.handler.clone())).unwrap();
+        kept.workers.drain(&ring.0, 1);
+        if how & 2 != 0 {
+            // The virtual machine is paused and goes on, or the driver begins anew.
+            ring.set_queue_ready(false);
+            let at = if how & 4 != 0 { ring.queue_next_avail() } else { 0 };
+            ring.set_queue_next_avail(at);
+            ring.set_queue_ready(true);
+            kept.workers.drain(&ring.0, 1);
+        }
+        kept.done.recv().unwrap();
+        if how & 8 != 0 {
+            kept.workers.drain(&ring.0, 1);
+        }
+        ring.set_enabled(how & 16 != 0);
+        ring.0.reset();
+        kept.workers.handler.answer();
+        assert!(!ring.0.owes() && !ring.0.is_started());
+    });
+});

@@ -1,0 +1,360 @@
+//! Both windows: a guest, a host that changes files, and a frontend that takes note. What the table tells the guest is
+//! mapped where it says, and no store there can fail.
+#![no_main]
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex};
+
+use libfuzzer_sys::fuzz_target;
+use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, fstat, ftruncate, memfd_create};
+use rustix::io::{Errno, pwrite};
+use rustix::mm::{MapFlags, ProtFlags, mmap};
+use thruway::fuse::ops::{Handover, Result, Served};
+use thruway::window::doors::Rig;
+use thruway::window::proxy::{Event, Kind, Opened};
+use thruway::window::{Facts, Frontend, RANGE, Settings, Source, StandIns, Writable};
+use thruway_fuzz::Input;
+
+const NODES: u64 = 6;
+const SLOTS: usize = 4;
+const DAX: u64 = 4 * RANGE;
+const PASSTHROUGH: u64 = 12 * RANGE;
+/// Where in the table the acknowledgements begin.
+const ACKS: usize = 4096 * 64;
+const LEN: usize = 2 << 20;
+/// The table's entries that are used first.
+const INDICES: std::ops::Range<u32> = 4084..4096;
+const WRITABLE: u32 = 2;
+
+/// What is mapped by region and offset: length, the stand-in's file.
+#[derive(Default)]
+struct Mapped(Mutex<HashMap<(u8, u64), (u64, Standing)>>, Mutex<u8>);
+
+/// Which file a descriptor stands for, and by which number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Standing {
+    id: u64,
+    node: u64,
+    kind: Kind,
+}
+
+/// By descriptor.
+#[derive(Default)]
+struct Standings(Mutex<HashMap<i32, Standing>>);
+
+impl Standings {
+    fn of(&self, file: BorrowedFd) -> Standing {
+        let table = Standing { id: 0, node: 0, kind: Kind::Through };
+        self.0.lock().unwrap().get(&file.as_raw_fd()).copied().unwrap_or(table)
+    }
+}
+
+struct Vmm(Arc<Mapped>, Arc<Standings>);
+
+impl Frontend for Vmm {
+    fn is_running(&self) -> bool {
+        true
+    }
+
+    fn mapped(&self, file: BorrowedFd, _from: u64, _len: u64) -> usize {
+        let of = self.1.of(file);
+        self.0.0.lock().unwrap().values().filter(|mapped| mapped.1 == of).count()
+    }
+
+    fn map(&self, region: u8, at: u64, len: u64, file: BorrowedFd, _from: u64, _writable: bool) -> io::Result<()> {
+        let size = [DAX, PASSTHROUGH - RANGE, RANGE][usize::from(region)];
+        assert!(len > 0 && at % RANGE == 0 && len % RANGE == 0 && at + len <= size, "a mapping outside of its region");
+        let mut fail = self.0.1.lock().unwrap();
+        if *fail > 0 && region == 1 {
+            *fail -= 1;
+            return Err(io::Error::other("no"));
+        }
+        let mut mapped = self.0.0.lock().unwrap();
+        let overlaps = |(place, (length, _)): (&(u8, u64), &(u64, Standing))| {
+            place.0 == region && place.1 < at + len && at < place.1 + length
+        };
+        assert!(!mapped.iter().any(overlaps), "two mappings in one place");
+        mapped.insert((region, at), (len, self.1.of(file)));
+        Ok(())
+    }
+
+    fn unmap(&self, region: u8, at: u64, len: u64) -> io::Result<()> {
+        match self.0.0.lock().unwrap().remove(&(region, at)) {
+            Some((length, _)) => Ok(assert_eq!(length, len)),
+            None => Err(io::Error::other("not mapped")),
+        }
+    }
+}
+
+struct Files(Arc<Standings>, Vec<OwnedFd>);
+
+impl StandIns for Files {
+    fn open(&self, id: u64, kind: Kind, real: BorrowedFd) -> io::Result<Opened> {
+        let ino = fstat(real)?.st_ino;
+        let node = self.1.iter().position(|file| fstat(file).unwrap().st_ino == ino).unwrap() as u64 + 1;
+        let fd = real.try_clone_to_owned()?;
+        self.0.0.lock().unwrap().insert(fd.as_raw_fd(), Standing { id, node, kind });
+        Ok(Opened { fd, guarded: true })
+    }
+    fn invalidate(&self, _id: u64) -> io::Result<()> {
+        Ok(())
+    }
+    fn watch(&self, _id: u64) -> io::Result<()> {
+        Ok(())
+    }
+    fn next_event(&self) -> Option<Event> {
+        None
+    }
+}
+
+struct OneFile(OwnedFd);
+
+impl Source for OneFile {
+    fn failed(&self, _errno: Errno) {}
+    fn open(&self, _writable: bool) -> Result<OwnedFd> {
+        self.0.try_clone().map_err(|_| Errno::MFILE)
+    }
+    fn facts(&self) -> Result<Facts> {
+        Ok(Facts { size: fstat(&self.0)?.st_size as u64, told_size: 1 << 30, executable: false })
+    }
+}
+
+struct Kept {
+    rig: Rig,
+    mapped: Arc<Mapped>,
+    files: Arc<Files>,
+    /// The guest's view of the table.
+    table: *mut u8,
+}
+
+impl Kept {
+    fn new() -> Self {
+        let made = (0..NODES).map(|_| memfd_create("file", MemfdFlags::CLOEXEC).unwrap()).collect();
+        let files = Arc::new(Files(Arc::default(), made));
+        let settings = Settings { size: PASSTHROUGH, slots: SLOTS, writable: Writable::InPlace };
+        let rig = Rig::new(DAX, settings, files.clone()).unwrap();
+        let mapped: Arc<Mapped> = Arc::default();
+        let file = rig.table().file().unwrap();
+        // SAFETY: the kernel chooses where.
+        let table = unsafe {
+            mmap(std::ptr::null_mut(), LEN, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, file, 0).unwrap()
+        };
+        Self { rig, mapped, files, table: table.cast() }
+    }
+
+    fn file(&self, node: u64) -> &OwnedFd {
+        &self.files.1[(node - 1) as usize]
+    }
+
+    fn size(&self, node: u64) -> u64 {
+        fstat(self.file(node)).unwrap().st_size as u64
+    }
+
+    fn acknowledge(&self, index: u32, generation: u32) {
+        // SAFETY: within the mapping, and aligned.
+        unsafe { self.table.add(ACKS + 4 * index as usize).cast::<u32>().write_volatile(generation.to_le()) }
+    }
+
+    fn source(&self, node: u64) -> Arc<dyn Source> {
+        Arc::new(OneFile(self.file(node).try_clone().unwrap()))
+    }
+
+    fn begin(&mut self) {
+        for n in 0..NODES {
+            let file = self.file(n + 1);
+            ftruncate(file, 0).unwrap();
+            pwrite(file, &[1; 100][..(n * 20) as usize], 0).unwrap();
+        }
+        self.rig.window.connect(Arc::new(Vmm(self.mapped.clone(), self.files.0.clone())));
+        self.rig.window.announce();
+        self.start();
+    }
+
+    fn start(&mut self) {
+        let on = Answered::default();
+        on.ask(self.rig.pass().start());
+        self.drain();
+        assert_eq!(on.take(), Some(Ok(())));
+    }
+
+    fn drain(&mut self) {
+        while self.rig.turn() {}
+    }
+
+    /// What must be true whenever the mapper has nothing to do. `told`: all that happened to a file, the daemon knows.
+    fn check(&self, told: &[bool]) {
+        let mapped = self.mapped.0.lock().unwrap();
+        let count = |region| mapped.keys().filter(|place| place.0 == region).count();
+        assert_eq!(self.rig.live(), [0, 1, 2].map(count), "the count of live mappings");
+        assert!(count(1) <= SLOTS, "more slots than there may be");
+        for index in INDICES {
+            let entry = self.rig.table().entry(index);
+            if !entry.is_live() {
+                continue;
+            }
+            let (len, standing) = mapped.get(&(1, entry.offset)).expect("a live entry without a mapping");
+            assert_eq!(standing.node, entry.nodeid, "another file's mapping");
+            assert_eq!((standing.kind, *len), (Kind::Through, entry.length));
+            if !told[(entry.nodeid - 1) as usize] {
+                continue;
+            }
+            assert_eq!(entry.size, self.size(entry.nodeid), "the size of {}", entry.nodeid);
+            if entry.flags & WRITABLE != 0 && entry.size > 0 {
+                // No block lies past the end here. (SEEK_HOLE takes blocks without data for holes.)
+                let blocks = fstat(self.file(entry.nodeid)).unwrap().st_blocks as u64 * 512;
+                assert!(blocks >= entry.size, "a store may find no room: {blocks} of {} bytes have", entry.size);
+            }
+        }
+    }
+}
+
+/// Takes the answer of a job.
+#[derive(Clone, Default)]
+struct Answered<T = ()>(Arc<Mutex<Option<Result<T>>>>);
+
+impl<T: Send + 'static> Answered<T> {
+    fn ask(&self, handover: Handover<T>) {
+        let to = self.0.clone();
+        handover(Box::new(move |result| *to.lock().unwrap() = Some(result)));
+    }
+
+    fn take(&self) -> Option<Result<T>> {
+        self.0.lock().unwrap().take()
+    }
+}
+
+thread_local! {
+    static KEPT: RefCell<Kept> = RefCell::new(Kept::new());
+}
+
+/// A length or an offset: mostly small, at times some slots long.
+fn bytes_of(input: &mut Input) -> u64 {
+    match input.u8() {
+        n @ 0..128 => n.into(),
+        n @ 128..192 => (u64::from(n - 128) * 4096).saturating_sub(1),
+        n @ 192..224 => RANGE - 2 + u64::from(n - 192),
+        n => RANGE * u64::from(n % 4) + u64::from(n / 8),
+    }
+}
+
+fuzz_target!(|bytes: &[u8]| {
+    let mut input = Input(bytes);
+    KEPT.with_borrow_mut(|kept| {
+        kept.begin();
+        let mut told = [true; NODES as usize];
+        let mut asked: Vec<Answered<Option<u32>>> = Vec::new();
+        for _ in 0..48 {
+            if input.is_empty() {
+                break;
+            }
+            let (what, who) = (input.u8(), input.u8());
+            let node = 1 + u64::from(who) % NODES;
+            let at = (node - 1) as usize;
+            let index = INDICES.start + u32::from(who) % 12;
+            let window = kept.rig.window.clone();
+            let Some(pass) = window.passing().cloned() else { break };
+            match what % 20 {
+                0 | 1 => {
+                    let source = (who & 0x40 == 0).then(|| kept.source(node));
+                    if let Served::Later(hand) = pass.open(node, kept.file(node).as_fd(), source) {
+                        let answer = Answered::default();
+                        answer.ask(hand);
+                        asked.push(answer);
+                    }
+                }
+                2 => pass.release(node),
+                3 => pass.forget(node),
+                4 => {
+                    let (offset, len) = (bytes_of(&mut input), bytes_of(&mut input).min(8192));
+                    let append = who & 0x80 != 0;
+                    let offset = if append { kept.size(node) } else { offset };
+                    pwrite(kept.file(node), &vec![2; len as usize], offset).unwrap();
+                    pass.wrote(node, kept.file(node).as_fd(), (!append).then_some(offset), len);
+                }
+                5 => {
+                    let (offset, len) = (bytes_of(&mut input), bytes_of(&mut input).max(1));
+                    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+                    pass.punching(node, offset, || fallocate(kept.file(node), flags, offset, len).unwrap());
+                }
+                6 | 7 => {
+                    let to = bytes_of(&mut input);
+                    let file = kept.file(node);
+                    let fails = who & 0x80 != 0;
+                    let run = || if fails { Err(Errno::NOSPC) } else { ftruncate(file, to) };
+                    let _ = pass.truncate(node, to, run, || Ok(fstat(file)?.st_size as u64));
+                }
+                8 => {
+                    let look = || fstat(kept.file(node)).map(|st| (st.st_size as u64, st.st_blocks as u64));
+                    let (size, blocks) = look().unwrap();
+                    pass.saw(node, size, blocks, look);
+                }
+                // The host, and then what the daemon is told of it.
+                9 => {
+                    ftruncate(kept.file(node), bytes_of(&mut input)).unwrap();
+                    told[at] = false;
+                }
+                10 => {
+                    let standing = kept.mapped.0.lock().unwrap().values().find(|m| m.1.node == node).map(|m| m.1);
+                    if let Some(standing) = standing {
+                        kept.rig.event(if who & 0x80 == 0 {
+                            Event::Revoke(standing.id)
+                        } else {
+                            Event::Changed(standing.id)
+                        });
+                    }
+                }
+                11 | 12 => kept.acknowledge(index, kept.rig.table().entry(index).generation),
+                13 => kept.acknowledge(index, input.number() as u32),
+                14 => {
+                    let answer = Answered::default();
+                    answer.ask(pass.ask(node, bytes_of(&mut input), bytes_of(&mut input), who & 0x80 != 0));
+                    kept.drain();
+                    assert!(answer.take().is_some());
+                }
+                15 => {
+                    let (at, len, from) = (bytes_of(&mut input), bytes_of(&mut input), bytes_of(&mut input));
+                    let answer = Answered::default();
+                    match window.map(at, len, from, who & 0x80 != 0, node, kept.source(node)) {
+                        Ok(hand) => answer.ask(hand),
+                        Err(errno) => assert_eq!(errno, Errno::INVAL),
+                    }
+                }
+                16 => {
+                    let parts = [(bytes_of(&mut input), bytes_of(&mut input))];
+                    if let Ok(hand) = window.unmap(&parts) {
+                        Answered::default().ask(hand);
+                    }
+                }
+                17 => *kept.mapped.1.lock().unwrap() = who % 3,
+                18 if who & 0xf0 == 0 => {
+                    window.reset();
+                    kept.drain();
+                    assert!(kept.mapped.0.lock().unwrap().is_empty());
+                    told = [true; NODES as usize];
+                    *kept.mapped.1.lock().unwrap() = 0;
+                    kept.start();
+                }
+                _ => {
+                    kept.rig.turn();
+                }
+            }
+            if what & 0x80 == 0 {
+                kept.drain();
+                kept.check(&told);
+            }
+        }
+        kept.drain();
+        kept.check(&told);
+        assert!(asked.iter().all(|answer| answer.take().is_some()), "an open that nobody answers");
+        *kept.mapped.1.lock().unwrap() = 0;
+        kept.rig.window.disconnect();
+        kept.drain();
+        // Without a frontend nothing is taken back, and nothing is counted.
+        assert_eq!(kept.rig.live(), [0; 3]);
+        kept.mapped.0.lock().unwrap().clear();
+        kept.files.0.0.lock().unwrap().clear();
+    });
+});

@@ -1,0 +1,154 @@
+//! The backing table: what the guest sees of it, against a model.
+#![no_main]
+
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+
+use libfuzzer_sys::fuzz_target;
+use rustix::mm::{MapFlags, ProtFlags, mmap};
+use thruway::window::doors::{Entry, Table};
+use thruway_fuzz::Input;
+
+const LEN: usize = 2 << 20;
+const ENTRIES: u32 = 4096;
+const ACKS: usize = 4096 * 64;
+const REVOKED: u32 = 4;
+
+struct Kept {
+    table: Table,
+    /// The guest's mapping of the table.
+    guest: *mut u8,
+    /// By index.
+    model: Vec<(Entry, u32)>,
+    revocations: u32,
+}
+
+impl Kept {
+    fn new() -> Self {
+        let table = Table::new().unwrap();
+        let file = table.file().unwrap();
+        // SAFETY: the kernel chooses where.
+        let guest = unsafe {
+            mmap(std::ptr::null_mut(), LEN, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, file, 0).unwrap()
+        };
+        let mut kept = Self { table, guest: guest.cast(), model: Vec::new(), revocations: 0 };
+        kept.model = (0..ENTRIES).map(|index| (Entry::default(), kept.word(index as usize * 64))).collect();
+        kept
+    }
+
+    fn word(&self, at: usize) -> u32 {
+        assert!(at + 4 <= LEN);
+        // SAFETY: in the mapping, and aligned.
+        u32::from_le(unsafe { self.guest.add(at).cast::<u32>().read_volatile() })
+    }
+
+    fn put(&self, at: usize, value: u32) {
+        assert!(at + 4 <= LEN && at % 4 == 0);
+        // SAFETY: as above.
+        unsafe { self.guest.add(at).cast::<u32>().write_volatile(value.to_le()) }
+    }
+
+    fn long(&self, at: usize) -> u64 {
+        u64::from(self.word(at)) | u64::from(self.word(at + 4)) << 32
+    }
+
+    fn seen(&self, index: u32) -> Entry {
+        let at = index as usize * 64;
+        Entry {
+            flags: self.word(at + 4),
+            offset: self.long(at + 8),
+            length: self.long(at + 16),
+            size: self.long(at + 24),
+            nodeid: self.long(at + 32),
+            change: self.long(at + 40),
+            generation: self.word(at + 48),
+        }
+    }
+
+    fn update(&mut self, index: u32, entry: Entry) {
+        let (before, seq) = self.model[index as usize];
+        self.table.update(index, |line| line.entry = entry);
+        let changed = entry != before;
+        let seq = if changed { seq.wrapping_add(2) } else { seq };
+        self.model[index as usize] = (entry, seq);
+        if entry.flags & !before.flags & REVOKED != 0 {
+            self.revocations = self.revocations.wrapping_add(1);
+            assert_eq!(self.word(24), self.revocations);
+        }
+        assert_eq!(self.table.entry(index), entry);
+        if changed {
+            assert_eq!((self.seen(index), self.word(index as usize * 64)), (entry, seq));
+        }
+    }
+}
+
+thread_local! {
+    static KEPT: RefCell<Kept> = RefCell::new(Kept::new());
+}
+
+fuzz_target!(|bytes: &[u8]| {
+    let mut input = Input(bytes);
+    let mut touched = BTreeSet::new();
+    KEPT.with_borrow_mut(|kept| {
+        while !input.is_empty() {
+            let what = input.u8();
+            let index = 1 + u32::from(what >> 4) * 272;
+            match what & 15 {
+                // The guest writes what it likes.
+                0..=2 => {
+                    let at = [index as usize * 64, ACKS + 4 * index as usize, 24][usize::from(what & 3)];
+                    let value = input.u32();
+                    kept.put(at + if what & 3 == 0 { usize::from(input.u8() % 16) * 4 } else { 0 }, value);
+                    match what & 3 {
+                        1 => assert_eq!(kept.table.acknowledged(index), value),
+                        _ => assert_eq!(kept.table.entry(index), kept.model[index as usize].0),
+                    }
+                }
+                3 if bytes.len() == 1 => {
+                    kept.table.clear();
+                    kept.revocations = 0;
+                    for (n, (entry, seq)) in kept.model.iter_mut().enumerate() {
+                        *seq = if *entry == Entry::default() { *seq } else { seq.wrapping_add(2) };
+                        *entry = Entry::default();
+                        assert_eq!(kept.table.entry(n as u32), *entry);
+                    }
+                    assert_eq!((kept.word(24), kept.word(8), kept.word(20)), (0, 1, ACKS as u32));
+                }
+                4..=9 => {
+                    let mut entry = kept.model[index as usize].0;
+                    let value = input.number();
+                    match what & 15 {
+                        4 => entry.flags = value as u32,
+                        5 => entry.offset = value,
+                        6 => entry.length = value,
+                        7 => entry.size = value,
+                        8 => entry.nodeid = value,
+                        _ => entry.generation = value as u32,
+                    }
+                    kept.update(index, entry);
+                }
+                _ => {
+                    let change = input.number();
+                    let entry = Entry {
+                        flags: input.u8().into(),
+                        offset: input.number(),
+                        length: input.number(),
+                        size: input.number(),
+                        nodeid: input.number(),
+                        change,
+                        generation: input.u8().into(),
+                    };
+                    kept.update(index, entry);
+                }
+            }
+            touched.insert(index);
+        }
+        // The next input finds free entries again. A guest's bytes are gone when the entry is written.
+        for index in touched {
+            kept.update(index, Entry { change: !kept.model[index as usize].0.change, ..Entry::default() });
+            kept.update(index, Entry::default());
+            kept.put(ACKS + 4 * index as usize, 0);
+        }
+        kept.put(24, kept.revocations);
+    });
+});

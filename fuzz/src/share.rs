@@ -1,0 +1,199 @@
+//! A share on a small tmpfs of its own, beside files that no guest may reach.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
+
+use rustix::fs::{Mode, OFlags};
+use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_change};
+use rustix::process::{getegid, geteuid, getpid};
+use rustix::thread::{CapabilitySet, UnshareFlags, capabilities, unshare_unsafe};
+use thruway::fs::{Config, PassthroughFs, proc_self_fd};
+use thruway::fuse::abi::*;
+use thruway::fuse::{Outcome, Server, Work};
+use zerocopy::{FromBytes, IntoBytes};
+
+/// In each file outside of the share; a reply must not have it.
+pub const SECRET: &[u8] = b"canary: not for the guest";
+
+pub struct Share {
+    pub base: PathBuf,
+    outside: BTreeMap<PathBuf, String>,
+    /// The thread's capabilities.
+    has: CapabilitySet,
+}
+
+impl Share {
+    /// Mounts the tmpfs. Root only: nobody else can make what a guest's root makes.
+    ///
+    /// # Panics
+    /// If it cannot.
+    pub fn new() -> Self {
+        assert!(geteuid().is_root(), "this target needs root: run it as root, in a container or a virtual machine");
+        // SAFETY: the other threads of libFuzzer open no paths that matter.
+        unsafe { unshare_unsafe(UnshareFlags::NEWNS) }.expect("a mount namespace");
+        mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC).expect("private mounts");
+        let base = std::env::temp_dir().join(format!("thruway-fuzz-{}", getpid()));
+        fs::create_dir_all(&base).unwrap();
+        // No device that a guest makes is one here.
+        let flags = MountFlags::NODEV | MountFlags::NOSUID | MountFlags::NOEXEC;
+        mount("fuzz", &base, "tmpfs", flags, Some(c"size=8m,nr_inodes=600,mode=755")).expect("a tmpfs");
+        let mut share = Self { base, outside: BTreeMap::new(), has: capabilities(None).unwrap().effective };
+        fs::create_dir(share.base.join("outside")).unwrap();
+        fs::write(share.base.join("outside/file"), SECRET).unwrap();
+        fs::write(share.base.join("canary"), SECRET).unwrap();
+        symlink("file", share.base.join("outside/link")).unwrap();
+        share.fill();
+        share.outside = share.look();
+        share
+    }
+
+    pub fn dir(&self) -> PathBuf {
+        self.base.join("share")
+    }
+
+    /// Makes the share anew.
+    pub fn fill(&self) {
+        let dir = self.dir();
+        if dir.exists() {
+            clear(&dir);
+        } else {
+            fs::create_dir(&dir).unwrap();
+        }
+        let _ = rustix::fs::chown(&dir, Some(rustix::fs::Uid::ROOT), Some(rustix::fs::Gid::ROOT));
+        fs::set_permissions(&dir, fs::Permissions::from_mode(0o755)).unwrap();
+        fs::create_dir(dir.join("d")).unwrap();
+        fs::write(dir.join("f"), b"contents").unwrap();
+        fs::write(dir.join("d/f"), b"more").unwrap();
+        symlink("../outside/file", dir.join("l")).unwrap();
+        symlink("../outside", dir.join("ld")).unwrap();
+        symlink(self.base.join("canary"), dir.join("la")).unwrap();
+    }
+
+    /// All that is not in the share, as it is.
+    fn look(&self) -> BTreeMap<PathBuf, String> {
+        let mut found = BTreeMap::new();
+        let mut left = vec![self.base.clone()];
+        while let Some(path) = left.pop() {
+            let st = fs::symlink_metadata(&path).unwrap();
+            let contents = match st.is_file() {
+                true => fs::read(&path).unwrap(),
+                false => Vec::new(),
+            };
+            // The base's own times change when the share is made.
+            let times = (path != self.base).then(|| (st.mtime(), st.mtime_nsec(), st.ctime(), st.ctime_nsec()));
+            let facts = (st.ino(), st.mode(), st.uid(), st.gid(), st.nlink(), st.size(), times);
+            if st.is_dir() {
+                let of = |entry: std::io::Result<fs::DirEntry>| entry.unwrap().path();
+                left.extend(fs::read_dir(&path).unwrap().map(of).filter(|path| *path != self.dir()));
+            }
+            found.insert(path, format!("{facts:?} {}", contents.escape_ascii()));
+        }
+        found
+    }
+
+    /// # Panics
+    /// If anything outside of the share is not as it was, or this thread is somebody else.
+    pub fn check(&self) {
+        assert!(geteuid().is_root() && getegid().is_root(), "the worker is somebody else");
+        // It drops this one where set-id bits are to go.
+        let has = capabilities(None).unwrap().effective | CapabilitySet::FSETID;
+        assert_eq!(has, self.has | CapabilitySet::FSETID, "the worker may do more or less than before");
+        assert_eq!(self.look(), self.outside, "something outside of the share was touched");
+    }
+
+    pub fn server(&self, config: Config) -> Server<PassthroughFs> {
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let root: OwnedFd = rustix::fs::open(self.dir(), flags, Mode::empty()).unwrap();
+        Server::new(PassthroughFs::new(root, proc_self_fd().unwrap(), config).unwrap())
+    }
+}
+
+fn clear(dir: &Path) {
+    for entry in fs::read_dir(dir).unwrap() {
+        let path = entry.unwrap().path();
+        if fs::symlink_metadata(&path).unwrap().is_dir() {
+            clear(&path);
+            fs::remove_dir(&path).unwrap();
+        } else {
+            fs::remove_file(&path).unwrap();
+        }
+    }
+    // The xattrs of the share itself stay where they are few.
+}
+
+/// A guest without a virtqueue.
+pub struct Guest {
+    pub server: Server<PassthroughFs>,
+    work: Work,
+    request: Vec<u8>,
+    reply: Vec<u8>,
+    unique: u64,
+}
+
+impl Guest {
+    pub fn new(server: Server<PassthroughFs>) -> Self {
+        Self { server, work: Work::default(), request: Vec::new(), reply: vec![0; 8192], unique: 0 }
+    }
+
+    pub fn init(&mut self, flags: u64) {
+        let (flags, flags2) = (flags as u32, (flags >> 32) as u32);
+        let init = InitIn { major: 7, minor: 45, flags, flags2, ..Default::default() };
+        let _ = self.call(Opcode::Init as u32, 0, (0, 0), &[init.as_bytes()]);
+    }
+
+    /// Sends a request: the reply's body, or the errno. What waits for others is not waited for: EINPROGRESS.
+    ///
+    /// # Panics
+    /// If the reply is no reply, or tells what it must not.
+    pub fn call(&mut self, opcode: u32, nodeid: u64, (uid, gid): (u32, u32), parts: &[&[u8]]) -> Result<&[u8], i32> {
+        self.unique += 2;
+        self.request.clear();
+        let len = 40 + parts.iter().map(|part| part.len()).sum::<usize>();
+        let header = InHeader { len: len as u32, opcode, unique: self.unique, nodeid, uid, gid, ..Default::default() };
+        self.request.extend(header.as_bytes());
+        parts.iter().for_each(|part| self.request.extend(*part));
+        self.work.readable.clear();
+        self.work.writable.clear();
+        self.reply[16..].fill(0);
+        // SAFETY: both buffers are left alone until the request is served.
+        unsafe {
+            self.work.readable.push(self.request.as_mut_ptr(), self.request.len(), true);
+            self.work.writable.push(self.reply.as_mut_ptr(), self.reply.len(), true);
+        }
+        self.work.waits = false;
+        let mut served = self.server.handle(&mut self.work);
+        if let Outcome::Io(_) = served {
+            self.work.waits = true;
+            served = self.server.handle(&mut self.work);
+        }
+        let late = match served {
+            Outcome::Replied(n) => {
+                assert!(n <= self.reply.len());
+                None.ok_or(n)
+            }
+            Outcome::Silent => return Ok(&[]),
+            Outcome::Deferred(wait) => Ok(wait()),
+            Outcome::Slow(wait) => Ok(wait(&AtomicBool::new(false))),
+            Outcome::Lock(_) => return Err(libc::EINPROGRESS),
+            Outcome::Io(_) => unreachable!("it may wait"),
+            Outcome::Handed(_) => unreachable!("there is no window"),
+        };
+        let reply = match late {
+            Err(n) => &self.reply[..n],
+            Ok(late) => {
+                let n = late.len().min(self.reply.len());
+                self.reply[..n].copy_from_slice(&late[..n]);
+                &self.reply[..n]
+            }
+        };
+        let (header, body) = OutHeader::ref_from_prefix(reply).unwrap();
+        assert!(header.unique == self.unique && header.len as usize >= reply.len());
+        assert!((-4095..=0).contains(&header.error));
+        assert!(!body.windows(SECRET.len()).any(|part| part == SECRET), "a reply tells what is outside of the share");
+        if header.error == 0 { Ok(body) } else { Err(-header.error) }
+    }
+}
