@@ -8,7 +8,7 @@ SCRIPTS = vm-images/boot vm-images/setup.sh vm-images/build-* vm-images/lib.sh v
 	guest-kernel/build fuzz/run fuzz/rustc tests/dependencies tests/sanitized tests/miri \
 	tests/guest/demo-init tests/guest/*.sh tests/host/run-case tests/host/*.sh
 
-.PHONY: all build images tree guest-kernel guest-kernel-debug demo unit test soak neighbours bench check install clean fuzz fuzz-short asan tsan miri loom
+.PHONY: all build images tree guest-kernel guest-kernel-debug demo unit test soak neighbours bench check install clean fuzz fuzz-short asan tsan miri
 
 all: build
 
@@ -69,10 +69,6 @@ asan tsan:
 # What parses bytes, under Miri. Left out, and said so, where there is no nightly with it.
 miri:
 	tests/miri
-
-# What threads share without a lock, in every order of its steps.
-loom:
-	RUSTFLAGS='--cfg loom' $(CARGO) test --release --lib --target-dir target/loom loom_
 
 check:
 	$(CARGO) fmt --check
