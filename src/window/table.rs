@@ -124,7 +124,7 @@ impl Table {
         let before = line.entry;
         let result = change(&mut line);
         if line.entry != before {
-            self.write(index, &mut line);
+            write((index * ENTRY_SIZE) as usize, self, &mut line);
         }
         // After the flag, under the lock: a guest that sees the count sees the flag.
         if line.entry.flags & !before.flags & REVOKED != 0 {
@@ -146,24 +146,46 @@ impl Table {
         ack.map_or(0, u32::from_le)
     }
 
-    fn write(&self, index: u32, line: &mut Line) {
-        let (at, entry) = ((index * ENTRY_SIZE) as usize, &line.entry);
-        self.put(at, line.seq.wrapping_add(1).to_le(), Ordering::Relaxed);
-        fence(Ordering::Release);
-        self.put(at + 4, entry.flags.to_le(), Ordering::Relaxed);
-        let words = [entry.offset, entry.length, entry.size, entry.nodeid, entry.change];
-        for (word, at) in words.into_iter().zip((at + 8..).step_by(8)) {
-            self.put(at, word.to_le(), Ordering::Relaxed);
-        }
-        self.put(at + 48, entry.generation.to_le(), Ordering::Relaxed);
-        line.seq = line.seq.wrapping_add(2);
-        self.put(at, line.seq.to_le(), Ordering::Release);
-    }
-
     fn put<T: AtomicAccess>(&self, at: usize, value: T, order: Ordering) {
         // Never out of bounds: all offsets are below LEN.
         let _ = self.memory.as_volatile_slice().store(value, at, order);
     }
+}
+
+/// What entries are written to.
+trait Words {
+    fn put32(&self, at: usize, value: u32, order: Ordering);
+    fn put64(&self, at: usize, value: u64, order: Ordering);
+    fn fence(&self, order: Ordering);
+}
+
+impl Words for Table {
+    fn put32(&self, at: usize, value: u32, order: Ordering) {
+        self.put(at, value.to_le(), order);
+    }
+
+    fn put64(&self, at: usize, value: u64, order: Ordering) {
+        self.put(at, value.to_le(), order);
+    }
+
+    fn fence(&self, order: Ordering) {
+        fence(order);
+    }
+}
+
+/// Writes an entry such that a reader can tell whether it has read one and the same: its number is odd meanwhile.
+fn write(at: usize, to: &impl Words, line: &mut Line) {
+    let entry = &line.entry;
+    to.put32(at, line.seq.wrapping_add(1), Ordering::Relaxed);
+    to.fence(Ordering::Release);
+    to.put32(at + 4, entry.flags, Ordering::Relaxed);
+    let words = [entry.offset, entry.length, entry.size, entry.nodeid, entry.change];
+    for (word, at) in words.into_iter().zip((at + 8..).step_by(8)) {
+        to.put64(at, word, Ordering::Relaxed);
+    }
+    to.put32(at + 48, entry.generation, Ordering::Relaxed);
+    line.seq = line.seq.wrapping_add(2);
+    to.put32(at, line.seq, Ordering::Release);
 }
 
 fn ack_at(index: u32) -> usize {
@@ -261,5 +283,129 @@ mod tests {
         assert_eq!((table.acknowledged(1), table.acknowledged(2)), (9, 0));
         table.clear();
         assert_eq!((read(&table, 1), table.acknowledged(1)), (Entry::default(), 0));
+    }
+}
+
+/// Each order of steps, and each value that a relaxed load may see. [`write`] is the real one; readers are what docs/protocol.md
+/// asks of the guest.
+#[cfg(test)]
+mod orders {
+    use std::sync::Arc;
+
+    use loom::cell::UnsafeCell;
+    use loom::sync::atomic::{AtomicU32, AtomicU64, fence};
+    use loom::thread;
+
+    use super::*;
+
+    /// One entry; what the guest has acknowledged.
+    #[derive(Default)]
+    struct Memory {
+        seq: AtomicU32,
+        flags: AtomicU32,
+        generation: AtomicU32,
+        words: [AtomicU64; 5],
+        ack: AtomicU32,
+    }
+
+    impl Words for Memory {
+        fn put32(&self, at: usize, value: u32, order: Ordering) {
+            [(0, &self.seq), (4, &self.flags), (48, &self.generation)]
+                .into_iter()
+                .filter(|word| word.0 == at)
+                .for_each(|word| word.1.store(value, order));
+        }
+
+        fn put64(&self, at: usize, value: u64, order: Ordering) {
+            // Three of the five: the others are between them.
+            if at != 16 && at != 24 {
+                self.words[at / 8 - 1].store(value, order);
+            }
+        }
+
+        fn fence(&self, order: Ordering) {
+            fence(order);
+        }
+    }
+
+    impl Memory {
+        /// Flags, three words and the generation, if none was written meanwhile.
+        fn read(&self) -> Option<(u32, [u64; 3], u32)> {
+            let seq = self.seq.load(Ordering::Acquire);
+            let flags = self.flags.load(Ordering::Relaxed);
+            let words = [0, 3, 4].map(|n: usize| self.words[n].load(Ordering::Relaxed));
+            let generation = self.generation.load(Ordering::Relaxed);
+            fence(Ordering::Acquire);
+            (seq % 2 == 0 && self.seq.load(Ordering::Relaxed) == seq).then_some((flags, words, generation))
+        }
+    }
+
+    fn line(n: u32, flags: u32) -> Line {
+        let n64 = n.into();
+        let entry = Entry { flags, offset: n64, length: n64, size: n64, nodeid: n64, change: n64, generation: n };
+        Line { entry, ..Line::default() }
+    }
+
+    fn model(check: impl Fn() + Send + Sync + 'static) {
+        let mut model = loom::model::Builder::new();
+        model.preemption_bound = Some(2);
+        model.check(check);
+    }
+
+    #[test]
+    fn no_reader_has_half_an_entry() {
+        model(|| {
+            let memory = Arc::new(Memory::default());
+            let writer = thread::spawn({
+                let memory = memory.clone();
+                move || {
+                    let mut line = line(1, 1);
+                    write(0, &*memory, &mut line);
+                    line.entry = super::orders::line(2, 2).entry;
+                    write(0, &*memory, &mut line);
+                }
+            });
+            if let Some((flags, words, generation)) = memory.read() {
+                let n = u64::from(flags);
+                assert_eq!((words, u64::from(generation)), ([n; 3], n));
+            }
+            writer.join().unwrap();
+            assert_eq!(memory.read(), Some((2, [2; 3], 2)));
+        });
+    }
+
+    #[test]
+    fn nobody_is_in_a_slot_that_was_given_back() {
+        model(|| {
+            let memory = Arc::new(Memory::default());
+            let slot = Arc::new(UnsafeCell::new(1));
+            let mut line = line(1, VALID);
+            write(0, &*memory, &mut line);
+            let guest = thread::spawn({
+                let (memory, slot) = (memory.clone(), slot.clone());
+                move || {
+                    // It may look twice before it lets go.
+                    for _ in 0..2 {
+                        match memory.read() {
+                            Some((VALID, ..)) => slot.with(|at| {
+                                // SAFETY: loom sees to it that nobody writes meanwhile.
+                                assert_eq!(unsafe { *at }, 1);
+                            }),
+                            Some((_, _, generation)) => return memory.ack.store(generation, Ordering::Release),
+                            None => {}
+                        }
+                    }
+                    memory.ack.store(1, Ordering::Release);
+                }
+            });
+            line.entry.flags |= REVOKED;
+            write(0, &*memory, &mut line);
+            while memory.ack.load(Ordering::Acquire) != line.entry.generation {
+                thread::yield_now();
+            }
+            // SAFETY: as above.
+            slot.with_mut(|at| unsafe { *at = 2 });
+            guest.join().unwrap();
+        });
     }
 }
