@@ -378,6 +378,7 @@ mod orders {
     fn nobody_is_in_a_slot_that_was_given_back() {
         model(|| {
             let memory = Arc::new(Memory::default());
+            #[expect(clippy::arc_with_non_send_sync, reason = "loom sees who uses it when")]
             let slot = Arc::new(UnsafeCell::new(1));
             let mut line = line(1, VALID);
             write(0, &*memory, &mut line);
