@@ -6,6 +6,7 @@
 mod chain;
 mod config;
 mod dirty;
+mod late;
 mod poll;
 mod pool;
 mod queue;

@@ -13,6 +13,7 @@ use virtio_queue::{Error as QueueError, Queue, QueueOwnedT, QueueState, QueueT};
 use vm_memory::{GuestAddress, GuestAddressSpace};
 
 use super::chain::{self, Segment, Table};
+use super::late::Late;
 use super::queue::{BATCH, Scratch};
 use super::{GuestMemory, LoadedMemory, Memory};
 use crate::limits;
@@ -29,7 +30,7 @@ pub struct Ring {
     heads: Mutex<Heads>,
     /// Held by the worker while it serves what it took from the ring; whoever stops the ring waits here.
     worker: Mutex<Option<Box<Scratch>>>,
-    late: Mutex<Late>,
+    late: Mutex<Late<Completion, QueueState>>,
     /// A notification was due when the frontend had given no call event.
     owed: AtomicBool,
     /// Jobs of [`Busy`], and a way to wait for their end.
@@ -84,20 +85,9 @@ impl Heads {
     }
 }
 
-/// The replies that did not come in their request's turn.
-#[derive(Default)]
-struct Late {
-    /// Counts the sessions of the ring: a reply to an earlier one is dropped.
-    epoch: u64,
-    /// Replies that came while the ring was stopped.
-    held: Vec<Completion>,
-    /// The ring as it was when it stopped.
-    stopped: Option<QueueState>,
-}
-
 /// A reply and where it belongs.
 pub struct Completion {
-    epoch: u64,
+    session: u64,
     head: u16,
     /// Guest addresses, as the memory table may change until the reply is there. Enough for the longest reply.
     segments: Vec<Segment>,
@@ -189,27 +179,26 @@ impl Ring {
     /// What a reply to the chain at `head` needs to find its way. To be called by the worker while it serves the chain.
     pub fn promise(&self, head: u16, segments: &[Segment]) -> Completion {
         let segments = chain::first(segments, limits::LATE_REPLY_BYTES).to_vec();
-        Completion { epoch: self.late.lock().epoch, head, segments, reply: Vec::new() }
+        Completion { session: self.late.lock().session(), head, segments, reply: Vec::new() }
     }
 
     /// Delivers a late reply, now or when the ring runs again; drops it if the ring's session is over.
     pub fn complete(&self, completion: Completion) {
         let mut late = self.late.lock();
-        if completion.epoch == late.epoch {
-            late.held.push(completion);
+        if late.keep(completion.session, completion) {
             self.deliver(&mut late);
         }
     }
 
-    fn deliver(&self, late: &mut Late) {
+    fn deliver(&self, late: &mut Late<Completion, QueueState>) {
         let mut state = self.vring.get_mut();
         if live(&state) {
             self.give_back(&mut state, late);
         }
     }
 
-    fn give_back(&self, state: &mut State, late: &mut Late) {
-        if late.held.is_empty() {
+    fn give_back(&self, state: &mut State, late: &mut Late<Completion, QueueState>) {
+        if !late.owes() {
             return;
         }
         let mem = self.mem.memory();
@@ -217,7 +206,7 @@ impl Ring {
             let len = chain::write(&mem, &c.segments, &c.reply).unwrap_or(0);
             Used { head: c.head, len: len as u32 }
         };
-        let mut used = late.held.drain(..).map(reply).collect();
+        let mut used = late.take().map(reply).collect();
         self.publish(state, &mem, &mut used);
     }
 
@@ -251,7 +240,7 @@ impl Ring {
 
     /// Whether there are replies that came when it was stopped.
     pub fn owes(&self) -> bool {
-        !self.late.lock().held.is_empty()
+        self.late.lock().owes()
     }
 
     fn stop(&self) {
@@ -265,27 +254,23 @@ impl Ring {
         let mut late = self.late.lock();
         // A queue that has ended does not go on.
         if was_ready && !self.heads.lock().ended {
-            late.stopped = Some(self.snapshot());
+            late.stop(self.snapshot());
         }
     }
 
-    /// A ring that starts as it was stopped goes on (the VM was paused), and any other one is new. After a reset of the
-    /// driver a ring can't look like the one that was stopped with replies outstanding, even if the indices
-    /// have wrapped around: its used index equals its available index.
     fn start(&self) {
         let mut worker = self.worker.lock();
         let mut late = self.late.lock();
-        if late.stopped.take() != Some(self.snapshot()) {
-            self.forget(&mut worker, &mut late);
+        if !late.start(self.snapshot()) {
+            self.forget(&mut worker);
         }
         drop(worker);
         self.vring.set_queue_ready(true);
         self.deliver(&mut late);
     }
 
-    /// Begins another session: of the one before, nothing goes back to the driver.
-    fn forget(&self, worker: &mut Option<Box<Scratch>>, late: &mut Late) {
-        *late = Late { epoch: late.epoch + 1, ..Late::default() };
+    /// Another session has begun: of the one before, nothing goes back to the driver.
+    fn forget(&self, worker: &mut Option<Box<Scratch>>) {
         if let Some(scratch) = worker {
             // There is something where the ring's memory was gone.
             scratch.finish().clear();
@@ -301,7 +286,8 @@ impl Ring {
     pub fn reset(&self) {
         self.vring.set_queue_ready(false);
         let mut worker = self.rest();
-        self.forget(&mut worker, &mut self.late.lock());
+        self.late.lock().forget();
+        self.forget(&mut worker);
         drop(worker);
         self.owed.store(false, Ordering::Relaxed);
         self.vring.set_kick(None);
@@ -335,8 +321,7 @@ impl Busy {
     pub fn complete(self, completion: Completion) {
         let ring = &self.0;
         let mut late = ring.late.lock();
-        if completion.epoch == late.epoch {
-            late.held.push(completion);
+        if late.keep(completion.session, completion) {
             // Even while it is being stopped: the worker's batch is delivered then too.
             ring.give_back(&mut ring.vring.get_mut(), &mut late);
         }
