@@ -37,6 +37,8 @@ const TESTS: &[(&str, Test)] = &[
     ("growth_has_room", growth_has_room),
     ("each_open_hears_of_a_failure_once", each_open_hears_of_a_failure_once),
     ("another_daemon_takes_no_blocks", another_daemon_takes_no_blocks),
+    ("what_is_immutable_is_not_stored_to", what_is_immutable_is_not_stored_to),
+    ("a_disk_without_writing_is_read_in_place", a_disk_without_writing_is_read_in_place),
 ];
 
 /// ext2 stands for what cannot allocate in advance.
@@ -447,6 +449,40 @@ fn growth_has_room(kind: &str) {
         assert_eq!(guest.touch(range as u64, known, true), None, "file {range}, {known} bytes");
     }
     assert!(disk.stores_in_place() || guest.size(nodes[0]) == RANGE);
+}
+
+fn what_is_immutable_is_not_stored_to(kind: &str) {
+    let disk = Disk::new(kind);
+    for name in ["before", "later"] {
+        disk.file(name, LEN, LEN);
+    }
+    let immutable =
+        |name| Command::new("chattr").arg("+i").arg(disk.path(name)).stderr(Stdio::null()).status().unwrap();
+    if !immutable("before").success() {
+        skip(format!("{kind} has no chattr +i"));
+    }
+    let guest = Guest::new(&disk);
+    let (before, later) = (guest.lookup("before"), guest.lookup("later"));
+    assert_eq!(guest.map(before, 0, true), Err(libc::EPERM));
+    guest.map(before, 0, false).unwrap();
+    assert_eq!(guest.touch(0, RANGE, false), None);
+    guest.map(later, 1, false).unwrap();
+    immutable("later");
+    let stored = guest.map(later, 1, true);
+    assert!(matches!(stored, Ok(()) | Err(libc::EPERM)), "{stored:?}");
+    assert!(stored.is_err() || !kind.starts_with("ext4"));
+    assert_eq!(guest.touch(1, RANGE, stored.is_ok()), None);
+}
+
+fn a_disk_without_writing_is_read_in_place(kind: &str) {
+    let disk = Disk::new(kind);
+    disk.file("file", LEN, LEN);
+    sh(&format!("mount -o remount,ro {}", disk.path("").display()));
+    let guest = Guest::new(&disk);
+    let node = guest.lookup("file");
+    assert_eq!(guest.map(node, 0, true), Err(libc::EROFS));
+    guest.map(node, 0, false).unwrap();
+    assert_eq!(guest.touch(0, RANGE, false), None);
 }
 
 /// Where what is stored in place goes to a copy, and to the disk when that is full.
