@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
-use rustix::fs::{Stat, fstat};
+use rustix::fs::{FallocateFlags, Stat, fallocate, fstat};
 use rustix::io::Errno;
 
 use super::Source;
@@ -53,6 +53,13 @@ pub struct Passthrough {
 
 /// An entry, and how many holes have come about in its file.
 pub struct Holes(u32, u64);
+
+/// A file that had no hole when it was so long and so many holes had come about in it.
+#[derive(Clone, Copy)]
+pub(super) struct Filled {
+    holes: u64,
+    size: u64,
+}
 
 /// Lock rule: before a line of the table; no system call and no call to the frontend while it is held.
 pub(super) struct Nodes {
@@ -256,23 +263,40 @@ impl Passthrough {
 
     /// Makes a kept entry live again. Where that fails, it is revoked: its slot has just been taken away, or must not stay.
     fn revive(&self, index: u32, file: BorrowedFd) {
-        if self.live(index, file).is_err() {
+        if self.live(index, file, None).is_err() {
             self.table.update(index, |line| line.entry.flags = REVOKED);
             self.send(Job::Gone { index });
         }
     }
 
-    /// Makes an entry with a slot live.
+    /// Has the host allocate what a file in memory has no pages for, so that no load from it can fail for want of them. What
+    /// to pass to [`live`](Self::live) then.
+    pub(super) fn fill(&self, index: u32, file: BorrowedFd) -> Result<Filled> {
+        let Holes(_, holes) = self.holes(index);
+        let size = fstat(file)?.st_size as u64;
+        if Stores::of(file)? == Stores::Memory && hole(file, 0, size)? < size {
+            fallocate(file, FallocateFlags::KEEP_SIZE, 0, size)?;
+        }
+        Ok(Filled { holes, size })
+    }
+
+    /// Makes an entry with a slot live. `filled`: no hole has come about since then, unless the entry says so.
     ///
     /// # Errors
     /// EOPNOTSUPP where a load from a hole takes memory that there may not be.
-    pub(super) fn live(&self, index: u32, file: BorrowedFd) -> Result<()> {
+    pub(super) fn live(&self, index: u32, file: BorrowedFd, filled: Option<Filled>) -> Result<()> {
         self.table.update(index, |line| {
             let (offset, length) = line.slot.ok_or(Errno::AGAIN)?;
             let st = fstat(file)?;
             line.hole = self.hole(file, 0, st.st_size as u64)?;
             if line.hole < st.st_size as u64 && Stores::of(file)? == Stores::Memory {
-                return Err(Errno::OPNOTSUPP);
+                // Pages that were allocated and not written look like holes.
+                match filled {
+                    Some(filled) if filled.holes == line.holes && filled.size >= st.st_size as u64 => {
+                        line.hole = filled.size
+                    }
+                    _ => return Err(Errno::OPNOTSUPP),
+                }
             }
             let entry = &mut line.entry;
             entry.generation = entry.generation.wrapping_add(1).max(1);
@@ -561,8 +585,6 @@ mod tests {
     use std::os::fd::AsFd;
     use std::os::unix::fs::FileExt;
 
-    use rustix::fs::{FallocateFlags, fallocate};
-
     use super::*;
     use crate::window::RANGE;
 
@@ -577,7 +599,7 @@ mod tests {
         pass.on.store(true, Ordering::Release);
         pass.nodes.lock().known.insert(NODE, Node { opens: 1, how: How::Passing(INDEX), released: 0 });
         pass.table.update(INDEX, |line| line.slot = Some((0, RANGE)));
-        let _ = pass.live(INDEX, file.as_fd());
+        let _ = pass.live(INDEX, file.as_fd(), None);
         pass
     }
 
@@ -643,10 +665,30 @@ mod tests {
         fallocate(&file, FallocateFlags::KEEP_SIZE, SIZE, SIZE).unwrap();
         let pass = passing(&file);
         assert_eq!(flags(&pass), 0, "a load from a hole takes memory too");
-        assert_eq!(pass.live(INDEX, file.as_fd()), Err(Errno::OPNOTSUPP));
+        assert_eq!(pass.live(INDEX, file.as_fd(), None), Err(Errno::OPNOTSUPP));
         file.write_all_at(&vec![b'r'; SIZE as usize], 0).unwrap();
-        pass.live(INDEX, file.as_fd()).unwrap();
+        pass.live(INDEX, file.as_fd(), None).unwrap();
         assert_eq!(flags(&pass), VALID | WRITABLE);
+    }
+
+    /// A process of the guest has it mapped, and punches a hole.
+    #[test]
+    fn a_file_in_memory_is_filled_when_the_guest_wants_it() {
+        let file = full_file("/dev/shm");
+        let pass = passing(&file);
+        pass.punching(NODE, 4096, || punch(&file, 4096));
+        assert_eq!(pass.live(INDEX, file.as_fd(), None), Err(Errno::OPNOTSUPP));
+        let filled = pass.fill(INDEX, file.as_fd()).unwrap();
+        pass.live(INDEX, file.as_fd(), Some(filled)).unwrap();
+        assert_eq!(flags(&pass), VALID | WRITABLE);
+        assert_eq!(look(&file).unwrap().1 * 512, SIZE);
+        // Not if there is another hole by then, or more of the file.
+        let filled = pass.fill(INDEX, file.as_fd()).unwrap();
+        pass.punching(NODE, 4096, || punch(&file, 4096));
+        assert_eq!(pass.live(INDEX, file.as_fd(), Some(filled)), Err(Errno::OPNOTSUPP));
+        let filled = pass.fill(INDEX, file.as_fd()).unwrap();
+        file.set_len(2 * SIZE).unwrap();
+        assert_eq!(pass.live(INDEX, file.as_fd(), Some(filled)), Err(Errno::OPNOTSUPP));
     }
 
     #[test]

@@ -146,15 +146,16 @@ impl Slots {
     fn open(&mut self, session: u64, node: u64, index: u32, source: Arc<dyn Source>) {
         let start = Instant::now();
         self.known.insert(index, Slot { session, node, source, held: None, late: None, not_before: None });
-        let mapped = self.fill(index);
+        let mapped = self.fill(index, false);
         tracing::debug!(node, us = start.elapsed().as_micros(), ?mapped, "passthrough");
         if !self.pass.decide(session, node, index, mapped.is_ok()) {
             self.drop_slot(index);
         }
     }
 
-    /// Maps an entry's file and makes the entry live.
-    fn fill(&mut self, index: u32) -> Result<()> {
+    /// Maps an entry's file and makes the entry live. `wanted`: a process of the guest has it mapped and waits, so that a file in
+    /// memory is to lose its holes.
+    fn fill(&mut self, index: u32, wanted: bool) -> Result<()> {
         let slot = self.known.get(&index).ok_or(Errno::STALE)?;
         let (node, source) = (slot.node, slot.source.clone());
         let real = source.open(true)?;
@@ -168,11 +169,11 @@ impl Slots {
         }
         // Asked when the guard is there already, so that the answer holds.
         let (at, len) = self.reserve(fstat(&real)?.st_size as u64)?;
-        self.put(index, node, Held { at, len, id, real, stand_in: opened.fd })
+        self.put(index, node, Held { at, len, id, real, stand_in: opened.fd }, wanted)
     }
 
-    /// Maps a file where room is reserved, and makes the entry live.
-    fn put(&mut self, index: u32, node: u64, held: Held) -> Result<()> {
+    /// Maps a file where room is reserved, and makes the entry live. `wanted`: see [`fill`](Self::fill).
+    fn put(&mut self, index: u32, node: u64, held: Held, wanted: bool) -> Result<()> {
         let stand_in = held.stand_in.as_fd();
         match self.shared.map(WHOLE_FILES, held.at, held.len, stand_in, 0, true) {
             Ok(true) => {}
@@ -188,7 +189,9 @@ impl Slots {
             line.slot = Some((held.at, held.len));
             line.entry.nodeid = node;
         });
-        let live = self.pass.live(index, held.real.as_fd());
+        let real = held.real.as_fd();
+        let filled = if wanted { self.pass.fill(index, real).map(Some) } else { Ok(None) };
+        let live = filled.and_then(|filled| self.pass.live(index, real, filled));
         if let Some(slot) = self.known.get_mut(&index) {
             (slot.held, slot.not_before) = (Some(held), None);
         }
@@ -361,7 +364,7 @@ impl Slots {
             Why::Host(_) => self.replace(index),
             Why::Downgrade => {
                 let Some(real) = self.known.get(&index).and_then(|slot| slot.held.as_ref()) else { return };
-                if self.pass.live(index, real.real.as_fd()).is_err() {
+                if self.pass.live(index, real.real.as_fd(), None).is_err() {
                     self.gone(index);
                 }
             }
@@ -376,7 +379,7 @@ impl Slots {
         self.shared.unmap(WHOLE_FILES, held.at, held.len, held.stand_in.as_fd(), 0);
         self.room.free(held.at);
         let size = self.pass.table.entry(index).size;
-        let put = self.reserve(size).and_then(|(at, len)| self.put(index, node, Held { at, len, ..held }));
+        let put = self.reserve(size).and_then(|(at, len)| self.put(index, node, Held { at, len, ..held }, false));
         if let Err(errno) = put {
             tracing::debug!(node, "not mapped again: {errno}");
             self.gone(index);
@@ -423,7 +426,7 @@ impl Slots {
         };
         let due: Vec<u32> = self.known.iter().filter(|(_, slot)| due(slot)).map(|(index, _)| *index).collect();
         for index in due {
-            let again = match self.fill(index) {
+            let again = match self.fill(index, false) {
                 // The truncation is not over.
                 Err(Errno::BUSY) => Some(Instant::now() + LATER),
                 done => done.inspect_err(|errno| tracing::debug!("not mapped again: {errno}")).ok().and(None),
@@ -444,7 +447,7 @@ impl Slots {
             return Err(Errno::AGAIN);
         }
         if !entry.is_live() {
-            self.fill(index).map_err(|errno| match errno {
+            self.fill(index, true).map_err(|errno| match errno {
                 Errno::NOSPC | Errno::BUSY | Errno::TIMEDOUT => Errno::AGAIN,
                 other => other,
             })?;
