@@ -115,11 +115,11 @@ impl Log {
 
     fn write_all(&self, come: &Receiver<Job>) {
         // When what was left out is to be counted next.
-        let mut due = None;
+        let mut due: Option<Instant> = None;
         loop {
             let job = match due {
                 None => come.recv().map_err(RecvTimeoutError::from),
-                Some(due) => come.recv_timeout(Instant::saturating_duration_since(&due, Instant::now())),
+                Some(due) => come.recv_timeout(due.saturating_duration_since(Instant::now())),
             };
             match job {
                 Ok(Job::Line(line)) => self.write(&line),

@@ -15,7 +15,7 @@ use std::os::unix::fs::FileExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -104,12 +104,12 @@ fn run(name: &str, attack: fn(&mut Hostile), rounds: u64) -> Seen {
     let mut daemon = Daemon::start(&dir, "hostile");
     pin(&cpus, 0);
     let mut other = Daemon::start(&dir, "neighbour");
-    let (stop, done) = (AtomicBool::new(false), AtomicU64::new(0));
+    let stop = AtomicBool::new(false);
     let mut complaints = Vec::new();
     let mut steps = 0;
     let neighbour = other.connect();
     let (times, host, most) = thread::scope(|scope| {
-        let (stop, done, share, cpus, watched) = (&stop, &done, &share, &cpus, &daemon);
+        let (stop, share, cpus, watched) = (&stop, &share, &cpus, &daemon);
         let watch = scope.spawn(move || {
             // To count 16,000 descriptors takes milliseconds, which are not the neighbour's.
             pin(cpus, 1);
@@ -122,9 +122,7 @@ fn run(name: &str, attack: fn(&mut Hostile), rounds: u64) -> Seen {
         });
         let works = scope.spawn(move || {
             pin(cpus, 0);
-            let times = work(&neighbour.0, rounds);
-            done.fetch_add(1, Ordering::Relaxed);
-            (times, neighbour)
+            (work(&neighbour.0, rounds), neighbour)
         });
         let host = scope.spawn(move || {
             pin(cpus, 0);
@@ -134,7 +132,7 @@ fn run(name: &str, attack: fn(&mut Hostile), rounds: u64) -> Seen {
         let attacked = catch_unwind(AssertUnwindSafe(|| {
             let mut hostile = Hostile::new(watched.connect(), share.join("hostile"));
             // Each attack has a few turns even beside a quick neighbour.
-            while done.load(Ordering::Relaxed) == 0 && !works.is_finished() || steps < 3 {
+            while !works.is_finished() || steps < 3 {
                 attack(&mut hostile);
                 steps += 1;
             }
