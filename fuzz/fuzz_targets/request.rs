@@ -253,7 +253,7 @@ impl Locks for Anything {
 }
 
 impl Mappings for Anything {
-    fn shrinks_wait(&self) -> bool {
+    fn has_mappings(&self) -> bool {
         true
     }
     fn setupmapping(&self, node: u64, _args: &SetupmappingIn) -> Result<Handover> {

@@ -250,7 +250,7 @@ impl Files for PassthroughFs {
     fn read(&self, node: u64, read: &ReadIn, to: &IoRange, waits: bool) -> Result<Reading> {
         let handle = self.handles.get(node, read.fh)?;
         // The window's guard takes nobody's word but a worker's that a read is one.
-        if waits || self.shrinks_wait() {
+        if waits || self.has_mappings() {
             return sys::preadv(handle.fd(), to, read.offset, 0).map(Reading::Done);
         }
         match handle.host.read_cached(handle.fd(), to, read.offset)? {
@@ -269,7 +269,7 @@ impl Files for PassthroughFs {
 
     fn file_for_read(&self, node: u64, read: &ReadIn) -> Result<Option<OwnedFd>> {
         let handle = self.handles.get(node, read.fh)?;
-        Ok(if self.shrinks_wait() { None } else { handle.copy().ok() })
+        Ok(if self.has_mappings() { None } else { handle.copy().ok() })
     }
 
     fn file_for_write(&self, node: u64, write: &WriteIn) -> Result<Option<OwnedFd>> {

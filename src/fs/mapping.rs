@@ -162,7 +162,7 @@ impl PassthroughFs {
 }
 
 impl Mappings for PassthroughFs {
-    fn shrinks_wait(&self) -> bool {
+    fn has_mappings(&self) -> bool {
         self.window.as_ref().is_some_and(|window| window.has_mappings())
     }
 

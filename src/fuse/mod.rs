@@ -435,7 +435,7 @@ impl<F: FileSystem + Send + Sync + 'static> Server<F> {
             Opcode::Fallocate => {
                 let args: FallocateIn = request.take()?;
                 let serve = move |fs: &F| fs.fallocate(node, &args).map(|()| Vec::new());
-                if fs.shrinks_wait() {
+                if fs.has_mappings() {
                     return Ok(self.wait(serve));
                 }
                 // It may wait for another daemon, as a truncation does, or take long even in memory.

@@ -212,7 +212,7 @@ pub trait Locks {
 pub trait Mappings {
     /// Whether a change that takes away parts of a file may have to wait for another guest, which waits for this one's
     /// memory: a worker, which has that in use, must not make it.
-    fn shrinks_wait(&self) -> bool {
+    fn has_mappings(&self) -> bool {
         false
     }
     fn setupmapping(&self, _node: u64, _args: &SetupmappingIn) -> Result<Handover> {
