@@ -1,4 +1,4 @@
-//! The daemon: reads its options, listens, enters the sandbox, serves.
+//! The daemon: it parses its options, listens, enters the sandbox and serves.
 
 use std::error::Error;
 use std::fs::File;
@@ -43,9 +43,11 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     options.deprecated().for_each(|text| tracing::warn!("{text}"));
     let dir = options.shared_dir();
     if !dir.is_dir() {
-        return Err(
-            format!("there is no directory '{}': create it, or give another --shared-dir", dir.display()).into()
-        );
+        return Err(format!(
+            "the directory '{}' does not exist: create it, or choose another --shared-dir",
+            dir.display()
+        )
+        .into());
     }
     let mut sandbox = options.sandbox_settings();
     sandbox::check(&sandbox)?;
@@ -56,7 +58,7 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     sandbox.helper = proxy.as_ref().map(Proxy::pid);
     let (entered, (listener, asked, proxy)) = sandbox::enter(&sandbox, (listener, asked, proxy))?;
     let config = options.fs_config()?;
-    // Before any thread starts: each thread has capabilities of its own.
+    // Each thread has its own capabilities, so they are dropped before any thread starts.
     let opens_handles = config.inode_file_handles != FileHandles::Never || config.migration.trust_handles;
     caps::limit(&options.modcaps.clone().unwrap_or_default(), opens_handles)?;
     cli::log::detach()?;
@@ -83,13 +85,13 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     };
     device::serve(listener, Arc::new(server), device)?;
     if let (Sandbox::None, Some(path)) = (options.sandbox, options.socket()) {
-        // From inside the other sandboxes the path is out of reach. std would call unlink(2), which is not allowed.
+        // Inside the other sandboxes the path does not exist. std would call unlink(2), which seccomp does not allow.
         let _ = rustix::fs::unlinkat(rustix::fs::CWD, path, rustix::fs::AtFlags::empty());
     }
     Ok(())
 }
 
-/// The socket, and the file whose lock keeps it ours.
+/// The socket, and the pid file whose lock reserves it.
 fn listen(options: &Options) -> Result<(UnixListener, Option<File>), listen::Error> {
     match (options.fd, options.socket()) {
         (None, Some(path)) => {
@@ -100,7 +102,7 @@ fn listen(options: &Options) -> Result<(UnixListener, Option<File>), listen::Err
     }
 }
 
-/// The process that makes files mappable, where a window is asked for.
+/// Starts the process that makes files mappable, if a window was requested.
 fn start_proxy(options: &Options) -> Result<Option<Proxy>, Box<dyn Error>> {
     let windows = [options.dax_window, options.passthrough_window];
     if windows.iter().all(|window| window.size == 0) {
@@ -114,9 +116,9 @@ fn start_proxy(options: &Options) -> Result<Option<Proxy>, Box<dyn Error>> {
             }
             Ok(Some(proxy))
         }
-        Err(error) if required => Err(format!("there can be no window: {error}").into()),
+        Err(error) if required => Err(format!("cannot create a window: {error}").into()),
         Err(error) => {
-            tracing::warn!("there is no window: {error}");
+            tracing::warn!("continuing without a window: {error}");
             Ok(None)
         }
     }
@@ -131,7 +133,8 @@ fn start_fs(config: fs::Config, entered: Entered) -> Result<PassthroughFs, Box<d
     let handles = config.inode_file_handles;
     PassthroughFs::new(entered.root, entered.proc_self_fd, config).map_err(|e| match handles {
         FileHandles::Mandatory => {
-            format!("no file handles for this share: {e}: use --inode-file-handles=prefer, or run as root").into()
+            format!("cannot use file handles for this share: {e}: use --inode-file-handles=prefer, or run as root")
+                .into()
         }
         _ => format!("cannot serve the directory: {e}").into(),
     })

@@ -1,4 +1,4 @@
-//! Options in the C virtiofsd's form, `-o a,b=c`, as far as virtiofsd 1.14 takes them.
+//! Options in the form of the C virtiofsd, `-o a,b=c`: those that virtiofsd 1.14 still accepts.
 
 use std::fmt::Display;
 use std::str::FromStr;
@@ -9,10 +9,10 @@ use tracing::level_filters::LevelFilter;
 use super::Options;
 use crate::fs::{CachePolicy, Offer};
 
-/// Sets what the `-o` options say, over what others say.
+/// Applies the `-o` options, which override all others.
 ///
 /// # Errors
-/// An unknown option or value, in one line.
+/// A message of one line about an unknown option or value.
 pub fn apply(options: &mut Options) -> Result<(), String> {
     for list in options.compat_options.clone() {
         for option in list.split(',') {

@@ -1,4 +1,4 @@
-//! The socket on which the daemon waits for its frontend.
+//! The socket on which the daemon waits for a frontend.
 
 use std::ffi::CString;
 use std::fs::{self, File, OpenOptions};
@@ -15,42 +15,42 @@ use rustix::net::sockopt::{socket_acceptconn, socket_domain};
 use rustix::process::umask;
 use thiserror::Error;
 
-/// Why there is no socket to listen on, in one line.
+/// Why the daemon cannot listen, in one line.
 #[derive(Debug, Error)]
 pub enum Error {
-    #[error("another daemon has the socket '{0}': stop it, or give another path")]
+    #[error("another daemon uses the socket '{0}': stop it, or choose another path")]
     InUse(PathBuf),
-    #[error("'{0}' exists and is no socket: remove it, or give another path")]
+    #[error("'{0}' exists and is not a socket: remove it, or choose another path")]
     NotASocket(PathBuf),
-    #[error("'{0}' exists and is no pid file: remove it, or give another path")]
+    #[error("'{0}' exists and is not a pid file: remove it, or choose another path")]
     NotAPidFile(PathBuf),
-    #[error("there is no directory '{0}' for the socket: create it, or give another path")]
+    #[error("the directory '{0}' for the socket does not exist: create it, or choose another path")]
     NoDirectory(PathBuf),
-    #[error("there is no group '{0}' for the socket: see --socket-group")]
+    #[error("the group '{0}' for the socket does not exist: choose another --socket-group")]
     NoGroup(String),
-    #[error("--fd {0} is no listening Unix socket: let the parent process pass one on")]
+    #[error("--fd {0} is not a listening Unix socket: the parent process must pass one")]
     BadFd(RawFd),
     #[error("cannot {what} '{path}': {source}")]
     Path { what: &'static str, path: PathBuf, source: io::Error },
 }
 
-/// How often, and how far apart, a locked pid file is tried again: a daemon that was just killed takes some
-/// milliseconds to end, more with much memory mapped, and a supervisor starts the next one at once.
+/// How often and at what interval the daemon tries to lock a pid file. A supervisor starts the next daemon at once
+/// after it killed one, which takes some milliseconds to end, or more if it had much memory mapped.
 const LOCK_TRIES: usize = 20;
 const LOCK_PAUSE: Duration = Duration::from_millis(50);
 
-/// Longest contents of a pid file in bytes.
+/// The longest contents of a pid file in bytes: any process ID and a newline fit.
 const LONGEST_PID: u64 = 20;
 
 /// A listening socket at a path.
 #[derive(Debug)]
 pub struct Bound {
     pub listener: UnixListener,
-    /// Locked as long as it is open; no other daemon takes the path meanwhile.
+    /// Locked while it is open. Meanwhile no other daemon can take the path.
     pub pid_file: File,
 }
 
-/// Makes the socket `path`, for its owner and `group`. A socket there that no daemon has locked is replaced.
+/// Creates the socket `path` for its owner and `group`. It replaces a socket that no daemon has locked.
 ///
 /// # Errors
 /// [`Error`]
@@ -73,7 +73,7 @@ pub fn bind(path: &Path, group: Option<&str>) -> Result<Bound, Error> {
     Ok(Bound { listener, pid_file })
 }
 
-/// Takes over a listening socket that the parent process passed on.
+/// Takes over a listening socket that the parent process passed.
 ///
 /// # Errors
 /// [`Error::BadFd`]
@@ -81,25 +81,25 @@ pub fn inherit(fd: RawFd) -> Result<UnixListener, Error> {
     if !is_listening(fd) {
         return Err(Error::BadFd(fd));
     }
-    // SAFETY: the descriptor is open, as was just seen, and whoever passes --fd leaves it to the daemon.
+    // SAFETY: the check above saw that the descriptor is open, and --fd gives its ownership to the daemon.
     let listener = UnixListener::from(unsafe { OwnedFd::from_raw_fd(fd) });
     fcntl_setfd(&listener, FdFlags::CLOEXEC).map_err(|_| Error::BadFd(fd))?;
-    // The daemon waits in accept(2); one that does not wait would be asked again and again.
+    // The daemon waits in accept(2). With a non-blocking socket it would call it in a loop.
     listener.set_nonblocking(false).map_err(|_| Error::BadFd(fd))?;
     Ok(listener)
 }
 
 fn is_listening(fd: RawFd) -> bool {
-    // SAFETY: fcntl(2) takes any number.
+    // SAFETY: fcntl(2) accepts any number.
     if fd < 0 || unsafe { libc::fcntl(fd, libc::F_GETFD) } < 0 {
         return false;
     }
-    // SAFETY: the descriptor is open, as was just seen, and nothing closes it meanwhile.
+    // SAFETY: the check above saw that the descriptor is open, and nothing closes it meanwhile.
     let fd = unsafe { BorrowedFd::borrow_raw(fd) };
     socket_domain(fd.as_fd()) == Ok(rustix::net::AddressFamily::UNIX) && socket_acceptconn(fd) == Ok(true)
 }
 
-/// Locks `path`.pid, as virtiofsd does, and writes the process id to it.
+/// Locks `path`.pid, as virtiofsd does, and writes the process ID to it.
 fn lock(path: &Path) -> Result<File, Error> {
     let mut name = path.as_os_str().to_owned();
     name.push(".pid");
@@ -114,7 +114,7 @@ fn lock(path: &Path) -> Result<File, Error> {
             }
             result => result.map_err(|e| cannot(e.into()))?,
         }
-        // Whoever held the lock may have removed the file meanwhile.
+        // The previous holder of the lock may have removed the file.
         let locked = file.metadata().map_err(&cannot)?.ino();
         if fs::symlink_metadata(pid_path).is_ok_and(|now| now.ino() == locked) {
             if !is_pid_file(&file).map_err(&cannot)? {
@@ -128,8 +128,8 @@ fn lock(path: &Path) -> Result<File, Error> {
     Err(Error::InUse(path.to_owned()))
 }
 
-/// Makes the file, or opens the one that is there. None if it went away meanwhile. No symbolic link is followed, and no
-/// FIFO waited for.
+/// Creates the file or opens the existing one. Returns `None` if the existing one has just been removed. It follows no
+/// symbolic link and does not block on a FIFO.
 fn open_pid_file(path: &Path) -> io::Result<Option<File>> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).mode(0o600).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
@@ -143,7 +143,7 @@ fn open_pid_file(path: &Path) -> io::Result<Option<File>> {
     }
 }
 
-/// Whether a file may be written over: it is empty or has a process id, and no other name.
+/// Whether the file may be overwritten: it has only one link, and contains a process ID or nothing.
 fn is_pid_file(file: &File) -> io::Result<bool> {
     let meta = file.metadata()?;
     if !meta.is_file() || meta.nlink() != 1 {
@@ -166,7 +166,7 @@ fn remove_stale(path: &Path) -> Result<(), Error> {
 fn group_id(name: &str) -> Result<u32, Error> {
     let no_group = || Error::NoGroup(name.to_owned());
     let c_name = CString::new(name).map_err(|_| no_group())?;
-    // SAFETY: the name is a C string, and the process has one thread, so the result stays as it is while it is read.
+    // SAFETY: the name is a C string, and the process has one thread, so nothing changes the result while it is read.
     unsafe { libc::getgrnam(c_name.as_ptr()).as_ref() }.map(|group| group.gr_gid).ok_or_else(no_group)
 }
 

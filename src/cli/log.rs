@@ -1,7 +1,7 @@
-//! Where the daemon's log goes: stderr or syslog.
+//! The daemon's log, which goes to stderr or syslog.
 //!
-//! A guest can cause messages, so they are limited ([`LOG_BURST`]). No thread that serves the guest waits for the log's
-//! reader: a thread of the log's own writes the lines ([`detach`]).
+//! A guest can cause messages, so their rate is limited ([`LOG_BURST`]). A separate thread writes the lines
+//! ([`detach`]), so that no thread which serves the guest waits for the log's reader.
 
 use std::collections::HashMap;
 use std::io::{self, Write};
@@ -22,17 +22,18 @@ use tracing_subscriber::{EnvFilter, Layer};
 
 use crate::limits::{LOG_BURST, LOG_LINE, LOG_PERIOD, LOG_QUEUE};
 
-/// LOG_USER of syslog(3), shifted as in the messages: virtiofsd's facility.
+/// LOG_USER of syslog(3) in the position that it has in a message. virtiofsd uses the same facility.
 const FACILITY: u8 = 1 << 3;
 
-/// How long [`flush`] waits for a reader who may have stopped to read.
+/// How long [`flush`] waits at most: the reader may have stopped reading. One second is enough for a reader that has
+/// not.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
 static LOG: OnceLock<Log> = OnceLock::new();
 
-/// Starts the log. If syslog cannot be reached, it goes to stderr, with a warning.
+/// Starts the log. If syslog cannot be reached, the log goes to stderr and starts with a warning.
 pub fn init(level: LevelFilter, syslog: bool) {
-    // To be inside of the sandbox what it was outside.
+    // RUST_LOG comes first, as in virtiofsd.
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::default().add_directive(level.into()));
     let (sink, failure) = match syslog.then(Syslog::connect) {
         Some(Ok(syslog)) => (Sink::Syslog(syslog), None),
@@ -49,10 +50,11 @@ pub fn init(level: LevelFilter, syslog: bool) {
     }
 }
 
-/// From now on a thread writes the lines, and messages are limited. To be called in the process that serves.
+/// Starts the thread that writes the lines, and the limit on messages. Call it in the process that serves: threads do
+/// not survive fork(2).
 ///
 /// # Errors
-/// If there can be no thread.
+/// Those of starting a thread.
 pub fn detach() -> io::Result<()> {
     let Some(log) = LOG.get() else { return Ok(()) };
     let (lines, come) = sync_channel(LOG_QUEUE);
@@ -61,7 +63,7 @@ pub fn detach() -> io::Result<()> {
     Ok(())
 }
 
-/// Waits until what was logged is written, or for a second.
+/// Waits until all log lines are written, but at most one second.
 pub fn flush() {
     let Some(queue) = LOG.get().and_then(|log| log.queue.get()) else { return };
     let (done, written) = sync_channel(1);
@@ -72,16 +74,16 @@ pub fn flush() {
 
 struct Log {
     sink: Sink,
-    /// To the log's thread, once there is one.
+    /// Leads to the log's thread, once it runs.
     queue: OnceLock<SyncSender<Job>>,
     limit: Mutex<Limit>,
-    /// Lines that found no room in the queue, or that syslog did not take.
+    /// Lines for which the queue had no room, or which could not be written.
     lost: AtomicU64,
 }
 
 enum Job {
     Line(Line),
-    /// Messages are being left out: their count is to be written in time.
+    /// Messages are being left out: write their count when it is due.
     Count,
     Flush(SyncSender<()>),
 }
@@ -114,7 +116,7 @@ impl Log {
     }
 
     fn write_all(&self, come: &Receiver<Job>) {
-        // When what was left out is to be counted next.
+        // When to write the counts next.
         let mut due: Option<Instant> = None;
         loop {
             let job = match due {
@@ -139,15 +141,15 @@ impl Log {
         }
     }
 
-    /// Writes how many messages are missing.
+    /// Writes how many messages were left out or lost.
     fn write_counts(&self, now: Instant) {
         let counts = self.limit.lock().take_left_out(now);
-        let left_out = counts.into_iter().map(|(place, count)| {
-            format!("{count} more messages like those from {place} were left out: there were too many at a time")
-        });
+        let left_out = counts
+            .into_iter()
+            .map(|(place, count)| format!("{count} more messages from {place} were left out: too many at a time"));
         let lost = match self.lost.swap(0, Ordering::Relaxed) {
             0 => None,
-            lost => Some(format!("{lost} log lines are lost: the log's reader is too slow")),
+            lost => Some(format!("{lost} log lines were lost: the reader of the log is too slow")),
         };
         for text in left_out.chain(lost) {
             let text = match self.sink {
@@ -159,26 +161,26 @@ impl Log {
     }
 }
 
-/// How many messages came from each place of the code.
+/// Counts the messages from each place of the code.
 #[derive(Default)]
 struct Limit(HashMap<Identifier, Place>);
 
 struct Place {
     name: String,
-    /// When its present period began.
+    /// The start of its current period.
     since: Instant,
     let_through: u32,
     left_out: u64,
 }
 
 impl Limit {
-    /// `None` if a message may pass; else how many were left out, this one included.
+    /// Returns `None` if a message may pass, or the number of messages left out, including this one.
     fn left_out(&mut self, meta: &Metadata<'_>, now: Instant) -> Option<u64> {
         let place = self.0.entry(meta.callsite()).or_insert_with(|| {
             let name = format!("{}:{}", meta.file().unwrap_or(meta.target()), meta.line().unwrap_or(0));
             Place { name, since: now, let_through: 0, left_out: 0 }
         });
-        // What was left out in a period ends with its count.
+        // A period in which messages were left out ends when their count is written.
         if place.left_out == 0 && now.saturating_duration_since(place.since) >= LOG_PERIOD {
             (place.since, place.let_through) = (now, 0);
         }
@@ -194,7 +196,7 @@ impl Limit {
         self.0.values().any(|place| place.left_out > 0)
     }
 
-    /// The places whose period is over by `now`, and how much each left out.
+    /// Returns the places whose period is over at `now`, each with the number of messages left out.
     fn take_left_out(&mut self, now: Instant) -> Vec<(String, u64)> {
         let over = |place: &&mut Place| place.left_out > 0 && now.saturating_duration_since(place.since) >= LOG_PERIOD;
         self.0
@@ -208,7 +210,7 @@ impl Limit {
     }
 }
 
-/// Lets through what [`Limit`] does. Who asks for debug messages gets all of them.
+/// Applies [`Limit`] to messages at level info and above. Debug and trace messages all pass: somebody asked for them.
 struct Limited(&'static Log);
 
 impl<S> Filter<S> for Limited {
@@ -223,7 +225,7 @@ impl<S> Filter<S> for Limited {
         }
         let left_out = self.0.limit.lock().left_out(event.metadata(), Instant::now());
         if left_out == Some(1) {
-            // A full queue keeps the thread awake as well.
+            // If the queue is full, the thread is awake anyway.
             let _ = queue.try_send(Job::Count);
         }
         left_out.is_none()
@@ -235,10 +237,13 @@ enum Sink {
     Syslog(Syslog),
 }
 
-/// Sends each event as a datagram of RFC 3164 to `/dev/log`.
+/// Sends each event to `/dev/log` as a datagram of RFC 3164.
+///
+/// The crate `syslog` would not do: it writes the time in UTC into each message, which syslog daemons read as local
+/// time, and a full socket blocks it. A message without a time gets the right one from the syslog daemon.
 struct Syslog {
     socket: UnixDatagram,
-    /// The host's number of the process, which the one inside of the sandbox is not.
+    /// The process ID on the host. Inside the sandbox getpid(2) returns another one.
     pid: u32,
 }
 
@@ -246,7 +251,7 @@ impl Syslog {
     fn connect() -> io::Result<Self> {
         let socket = UnixDatagram::unbound()?;
         socket.connect("/dev/log")?;
-        // A full log must not stop the file system.
+        // A line that syslog does not take now is lost, and counted.
         socket.set_nonblocking(true)?;
         Ok(Self { socket, pid: std::process::id() })
     }
@@ -277,7 +282,7 @@ impl<'a> MakeWriter<'a> for &'static Log {
     }
 }
 
-/// One event; it comes in one write.
+/// One event. tracing-subscriber passes it in one write.
 struct Message {
     log: &'static Log,
     level: Level,
@@ -330,7 +335,7 @@ mod tests {
         assert!(!limit.has_left_out());
         assert_eq!(send(&mut limit, 1000, start), 0);
         assert!(limit.has_left_out() && limit.take_left_out(start).is_empty());
-        // Nothing passes before the count is told.
+        // Nothing passes until the count is written.
         let later = start + LOG_PERIOD;
         assert_eq!(send(&mut limit, 1, later), 0);
         let counts = limit.take_left_out(later);
@@ -338,14 +343,14 @@ mod tests {
         assert!(counts[0].0.contains("log.rs:"), "{}", counts[0].0);
         assert_eq!(send(&mut limit, LOG_BURST + 1, later), LOG_BURST);
         assert_eq!(limit.take_left_out(later + LOG_PERIOD)[0].1, 1);
-        // Few messages are never limited, however long they come.
+        // A low rate is never limited.
         for period in 2..100 {
             assert_eq!(send(&mut limit, LOG_BURST, start + period * LOG_PERIOD), LOG_BURST, "{period}");
         }
     }
 
     #[test]
-    fn a_slow_reader_loses_lines_and_hears_how_many() {
+    fn lines_that_a_slow_reader_loses_are_counted() {
         let log = Log::new(Sink::Stderr);
         let (lines, come) = sync_channel(2);
         log.queue.set(lines).unwrap();

@@ -1,4 +1,4 @@
-//! Tells whoever connects to the socket of `--metrics-path` what the daemon has done, in Prometheus' text format.
+//! The socket of `--metrics-path`: it serves the daemon's counters in Prometheus' text format.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -14,13 +14,13 @@ use crate::fuse::metrics::Counters;
 use crate::limits;
 use crate::window::Window;
 
-/// How long a client may take to ask: it has connected for nothing else.
+/// How long the daemon waits for a client's request. Clients send it as soon as they are connected.
 const PATIENCE: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
-/// Answers every connection as an HTTP server does, whatever it asks for, from a thread of its own.
+/// Starts a thread that answers every connection with the counters, as an HTTP server, whatever the request.
 ///
 /// # Errors
-/// As starting a thread.
+/// Those of starting a thread.
 pub fn start(listener: UnixListener, counters: Arc<Counters>, window: Option<Arc<Window>>) -> io::Result<()> {
     let serve = move || {
         loop {
@@ -34,7 +34,7 @@ pub fn start(listener: UnixListener, counters: Arc<Counters>, window: Option<Arc
     thread::Builder::new().name("thruway-metrics".into()).spawn(serve).map(drop)
 }
 
-/// The next client. An error of accept(2), such as EMFILE, comes again at once: it is asked again after a pause.
+/// Returns the next client. An error of accept(2), such as EMFILE, would come again at once, so there is a pause.
 fn next(accept: impl Fn() -> io::Result<UnixStream>, pause: impl Fn(Duration)) -> UnixStream {
     loop {
         match accept() {
@@ -48,9 +48,9 @@ fn next(accept: impl Fn() -> io::Result<UnixStream>, pause: impl Fn(Duration)) -
 }
 
 fn answer(client: UnixStream, text: &str) -> io::Result<()> {
-    // A stream of its own kind would be written by sendto(2), which the sandbox does not allow.
+    // std writes to a `UnixStream` by sendto(2), which seccomp does not allow, and to a `File` by write(2).
     let mut client = File::from(OwnedFd::from(client));
-    // What has not been read when it is closed would be an error for the client.
+    // Closing a socket with unread data would give the client an error.
     if poll(&mut [PollFd::new(&client, PollFlags::IN)], Some(&PATIENCE))? > 0 {
         let _ = client.read(&mut [0; 4096])?;
     }
@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn there_is_a_pause_after_each_failure() {
+    fn each_failure_is_followed_by_a_pause() {
         let (tries, pauses) = (Cell::new(0), Cell::new(0));
         let accept = || {
             tries.set(tries.get() + 1);

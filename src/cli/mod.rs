@@ -1,4 +1,4 @@
-//! The command line, which is virtiofsd's and a little more; the log; the socket.
+//! The command line (virtiofsd's, with some additions), the log, and the socket.
 
 mod compat;
 pub mod listen;
@@ -36,7 +36,7 @@ use crate::sandbox::{self, IdRange, Sandbox, seccomp};
 use crate::window;
 use crate::window::proxy::GuardMode;
 
-/// Features of docs/interop/vhost-user.json in QEMU that this daemon has, as in `50-thruway.json`.
+/// The features of docs/interop/vhost-user.json (QEMU) that this daemon has. `50-thruway.json` lists the same.
 const FEATURES: [&str; 4] =
     ["migrate-precopy", "posix-acl-negotiation-mode", "security-label-negotiation-mode", "separate-options"];
 
@@ -54,7 +54,7 @@ pub struct Options {
     #[arg(long, value_name = "DIR")]
     pub shared_dir: Option<PathBuf>,
 
-    /// Where to make the socket that the virtual machine connects to; PATH.pid is locked as long as the daemon runs
+    /// Create the socket for the virtual machine at PATH; the daemon holds a lock on PATH.pid while it runs
     #[arg(long, value_name = "PATH", conflicts_with = "fd")]
     pub socket_path: Option<PathBuf>,
 
@@ -62,66 +62,67 @@ pub struct Options {
     #[arg(long, value_name = "PATH", conflicts_with = "fd", hide = true)]
     pub socket: Option<PathBuf>,
 
-    /// The group that may connect to the socket, besides the daemon's user
+    /// Let this group connect to the socket too; otherwise only the daemon's user can
     #[arg(long, value_name = "GROUP", conflicts_with_all = ["fd", "print_capabilities"])]
     pub socket_group: Option<String>,
 
-    /// Take this inherited descriptor of a listening socket instead of making one
+    /// Use this inherited descriptor of a listening socket instead of creating a socket
     #[arg(long)]
     pub fd: Option<RawFd>,
 
-    /// Make a socket there that tells how often the guest asked for what, in Prometheus' format: curl --unix-socket PATH http://_
+    /// Serve request counts in Prometheus format on a socket at PATH: curl --unix-socket PATH http://_
     ///
-    /// PATH.pid is locked as long as the daemon runs.
+    /// The daemon holds a lock on PATH.pid while it runs.
     #[arg(long, value_name = "PATH")]
     pub metrics_path: Option<PathBuf>,
 
-    /// The name by which the guest mounts the share, if the frontend asks the daemon for it (1 to 36 bytes)
+    /// The tag that the guest mounts, for frontends that ask the daemon for it (1 to 36 bytes)
     ///
-    /// QEMU's vhost-user-fs-pci does not ask: there, its own tag= counts.
+    /// QEMU's vhost-user-fs-pci does not ask: it uses its own tag= property.
     #[arg(long, value_parser = parse_tag)]
     pub tag: Option<String>,
 
-    /// Serve the next frontend when one has disconnected, instead of ending
+    /// When a frontend disconnects, wait for the next one instead of exiting
     #[arg(long)]
     pub keep_alive: bool,
 
-    /// How many request queues the device has, if the frontend asks the daemon for it
+    /// The number of request queues, for frontends that ask the daemon for it
     ///
-    /// The guest uses as many of them as it has CPUs. QEMU's vhost-user-fs-pci does not ask: there, its own
-    /// num-request-queues= counts, up to the same 63.
+    /// The guest uses at most one queue for each of its CPUs. QEMU's vhost-user-fs-pci does not ask: it uses its own
+    /// num-request-queues= property, which may be at most 63 too.
     #[arg(long, value_name = "N", default_value_t = device::MAX_REQUEST_QUEUES,
           value_parser = clap::value_parser!(u16).range(1..=i64::from(device::MAX_REQUEST_QUEUES)))]
     pub num_request_queues: u16,
 
-    /// Accepted for virtiofsd's sake, without effect: thruwayd has one thread for each queue
+    /// No effect: accepted for compatibility with virtiofsd. thruwayd has one thread for each queue
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub thread_pool_size: usize,
 
-    /// How long at most, in microseconds, a queue's thread looks for the next request before it sleeps
+    /// After its queue is empty a thread polls for at most MAX microseconds before it sleeps; 0 turns polling off
     ///
-    /// The time adapts to how soon requests come, and is 0 while they don't. 0: never.
-    #[arg(long, value_name = "MAX", default_value_t = device::POLL_US, value_parser = clap::value_parser!(u64).range(..=10_000))]
+    /// The time adapts to the load: while requests are rare, the thread does not poll at all.
+    #[arg(long, value_name = "MAX", default_value_t = device::POLL_US,
+          value_parser = clap::value_parser!(u64).range(..=10_000))]
     pub poll_us: u64,
 
-    /// How long the guest may trust what it has read: auto for a second, always and metadata for a day, never not at all
+    /// How long the guest caches names and attributes: auto: 1 second; always and metadata: 1 day; never: not at all
     ///
-    /// With metadata and never, the guest keeps no file contents. With always, contents are kept from one open to the
-    /// next even if the host changes the file.
+    /// With auto, the guest drops a file's cached contents when it opens the file. With always, it keeps them even if
+    /// the host changes the file. With metadata and never, it caches no file contents.
     #[arg(long, default_value = "auto", ignore_case = true)]
     pub cache: CachePolicy,
 
-    /// Let the guest collect writes in its own cache before it sends them
+    /// Let the guest collect writes in its page cache before it sends them
     #[arg(long)]
     pub writeback: bool,
 
-    /// Let the guest map files into memory with --cache=metadata or never too
+    /// Allow shared mappings (mmap) with --cache=metadata or never too
     ///
-    /// Only for a directory that nobody but the guest changes.
+    /// Use it only if nobody but the guest changes the directory.
     #[arg(long)]
     pub allow_mmap: bool,
 
-    /// Hand O_DIRECT on to the host's files
+    /// Pass O_DIRECT through to the files on the host
     #[arg(long)]
     pub allow_direct_io: bool,
 
@@ -129,15 +130,16 @@ pub struct Options {
     #[arg(long)]
     pub no_readdirplus: bool,
 
-    /// Refuse every change that the guest asks for
+    /// Refuse every change that the guest requests
     ///
-    /// The host's directory stays writable: times of access, for one, still change.
+    /// The directory on the host is not mounted read-only: access times, for example, still change.
     #[arg(long)]
     pub readonly: bool,
 
-    /// Show the guest where file systems are mounted in the share [default]
+    /// Show file systems that are mounted in the share as mounts in the guest [default]
     ///
-    /// Inode numbers are unique in one file system only, and only with this does a sync in the guest reach all of them.
+    /// Inode numbers are unique only within one file system. A sync in the guest reaches all file systems only with
+    /// this.
     #[arg(long)]
     pub announce_submounts: bool,
 
@@ -145,15 +147,15 @@ pub struct Options {
     #[arg(long, overrides_with = "announce_submounts")]
     pub no_announce_submounts: bool,
 
-    /// Let the host clear set-user-id bits and file capabilities when the guest writes
+    /// Let the host clear set-user-ID bits and file capabilities when the guest writes
     #[arg(long)]
     pub killpriv_v2: bool,
 
-    /// Leave that to the guest, as an NFS share needs it [default]
+    /// Let the guest clear them, which a share on NFS needs [default]
     #[arg(long, overrides_with = "killpriv_v2")]
     pub no_killpriv_v2: bool,
 
-    /// Keep O_NOATIME in the guest's opens; by default it is dropped, since only a file's owner may use it
+    /// Keep O_NOATIME when the guest opens a file; by default it is dropped, since only the file's owner may use it
     #[arg(long)]
     pub preserve_noatime: bool,
 
@@ -165,146 +167,161 @@ pub struct Options {
     #[arg(long, value_name = "RULES")]
     pub xattrmap: Option<XattrMap>,
 
-    /// Offer POSIX access control lists, or insist on them (implies --xattr); without a value: always
+    /// Support POSIX access control lists; needs and implies --xattr
+    ///
+    /// auto: if the guest supports them. always: refuse a guest that does not; the same as --posix-acl without a value.
     #[arg(long, require_equals = true, num_args = 0..=1, default_value = "never", default_missing_value = "always")]
     pub posix_acl: Offer,
 
-    /// Offer security labels (SELinux), or insist on them (implies --xattr); without a value: always
+    /// Support security labels (SELinux); needs and implies --xattr
+    ///
+    /// The values are those of --posix-acl.
     #[arg(long, require_equals = true, num_args = 0..=1, default_value = "never", default_missing_value = "always")]
     pub security_label: Offer,
 
-    /// Take the guest's fcntl locks on the host's files, so that they hold against the host and other guests
+    /// Apply the guest's fcntl locks to the files on the host, so that the host and other guests see them
     ///
-    /// Off, as in virtiofsd: Linux guests cannot interrupt a request, so a process that waits for a lock cannot be
-    /// killed until it has the lock. A wait in a circle gets EDEADLK within one guest; across guests nobody notices it.
+    /// Off by default, as in virtiofsd: a Linux guest cannot interrupt a request, so a process that waits for a lock
+    /// cannot be killed until it gets the lock. A deadlock within one guest is answered with EDEADLK. A deadlock
+    /// between guests is not detected.
     #[arg(long)]
     pub posix_lock: bool,
 
-    /// Take the guest's flock locks on the host's files; what --posix-lock says of waiting holds here too
+    /// Apply the guest's flock locks to the files on the host; see --posix-lock about waiting
     #[arg(long)]
     pub flock: bool,
 
-    /// Remember files by handle instead of by open descriptor: never, where it works (prefer), or else fail (mandatory)
+    /// Refer to files by file handle instead of by open descriptor: never, where possible (prefer), or else fail
+    /// (mandatory)
     ///
-    /// It saves descriptors and NFS's hidden leftovers of removed files, and takes CAP_DAC_READ_SEARCH.
+    /// This saves descriptors, and NFS leaves no .nfs files when an open file is removed. It needs CAP_DAC_READ_SEARCH.
     #[arg(long, require_equals = true, default_value = "prefer", value_parser = parse_file_handles,
           value_name = "never|prefer|mandatory")]
     pub inode_file_handles: FileHandles,
 
-    /// Let the guest map files into its memory (DAX), in a window of this size: 128M, 1G; 0: not
+    /// Give the guest a DAX window of this size, for example 1G, through which it maps files; 0: no window
     ///
-    /// A power of two, at least 2M, at most 2M for each of --max-mappings. The frontend must have shared memory regions:
-    /// docs/dax.md has QEMU's command. Needs CAP_SYS_ADMIN and Linux 6.9; without them there is a warning and no window, or
-    /// with SIZE,required an error.
+    /// The size is a power of two, at least 2M, and at most 2M times --max-mappings. The frontend must support shared
+    /// memory regions: docs/dax.md has the command for QEMU. The daemon needs CAP_SYS_ADMIN and Linux 6.9. Without them
+    /// it warns and starts without a window. With SIZE,required it fails instead.
     #[arg(long, value_name = "SIZE[,required]", default_value = "0", value_parser = parse_window)]
     pub dax_window: WindowSize,
 
-    /// Let a guest with the patch of guest-kernel/ read, write and map whole files with no message, in a window of this size
+    /// Give a guest with the patches of guest-kernel/ a window of this size, through which it reads, writes and maps
+    /// files without messages
     ///
-    /// How much of open files can be mapped at a time, and at most one file for each of --max-mappings that --dax-window
-    /// leaves. The sum with --dax-window must be a power of two. 2M of it are the table of what is where. The
-    /// frontend, the host and ,required are as for --dax-window. It wins over --writeback.
+    /// The size limits how much of the open files is mapped at a time. Each file takes one of --max-mappings;
+    /// --dax-window uses one for each 2M. The two windows' sizes together must be a power of two. 2M of this window
+    /// hold its table. The needs of the frontend and the host, and SIZE,required, are as for --dax-window. --writeback
+    /// has no effect with this window.
     #[arg(long, value_name = "SIZE[,required]", default_value = "0", value_parser = parse_window)]
     pub passthrough_window: WindowSize,
 
-    /// The smallest file that is passed through: smaller ones are read sooner by messages
+    /// The smallest file that goes through the passthrough window: messages are faster for smaller files
     #[arg(long, value_name = "SIZE", default_value = "256K", value_parser = parse_size)]
     pub passthrough_min_size: u64,
 
-    /// Which passed through files are written in place: where that cannot fail, or all
+    /// Which files the guest writes through the passthrough window: those where the host cannot run out of space, or
+    /// all
     ///
-    /// in-place: without holes, on ext4 and tmpfs. What else is written goes by messages. With always, a write for which the
-    /// host's disk has no room can end the virtual machine.
+    /// in-place: files without holes on ext4 and tmpfs; other writes use messages. always: all files. If the host's
+    /// disk is full then, a write can end the virtual machine.
     #[arg(long, default_value = "in-place")]
     pub passthrough_writable: window::Writable,
 
-    /// The most files' parts of 2 MiB that are mapped at a time (at most 448, as QEMU ends a VM with 512 memory regions)
+    /// The number of mappings in the windows at a time (at most 448: QEMU ends a virtual machine with 512 memory
+    /// regions)
     #[arg(long, value_name = "N", default_value_t = DEFAULT_MAPPINGS,
           value_parser = clap::value_parser!(u16).range(1..=window::MAX_MAPPINGS as i64))]
     pub max_mappings: u16,
 
-    /// The smallest file that a guest with -o dax=inode maps: smaller ones are read sooner by messages
+    /// The smallest file that a guest with -o dax=inode maps: messages are faster for smaller files
     #[arg(long, value_name = "SIZE", default_value = "256K", value_parser = parse_size)]
     pub dax_min_size: u64,
 
-    /// What keeps a host process that truncates a mapped file from killing the virtual machine
+    /// Protect the virtual machine from host processes that truncate a mapped file
     ///
-    /// fanotify: the truncation waits until the mapping is gone. On ext4, XFS and Btrfs, with Linux 6.14.
+    /// fanotify: the truncation waits until the mapping is gone. It works on ext4, XFS and Btrfs, with Linux 6.14.
     #[arg(long, default_value = "fanotify")]
     pub window_guard: GuardMode,
 
-    /// Translate user ids between guest and host; several rules may be given
+    /// Translate user IDs between guest and host; may be given several times
     ///
-    /// map:GUEST:HOST:COUNT translates a range both ways; guest:GUEST:HOST:COUNT and host:HOST:GUEST:COUNT only what
-    /// comes from there; squash-guest:GUEST:HOST:COUNT and squash-host:HOST:GUEST:COUNT translate a range to one id;
-    /// forbid-guest:GUEST:COUNT refuses ids. All else stays as it is. Excludes --posix-acl.
+    /// map:GUEST:HOST:COUNT translates a range in both directions. guest:GUEST:HOST:COUNT translates only from guest to
+    /// host, host:HOST:GUEST:COUNT only from host to guest. squash-guest:GUEST:HOST:COUNT and
+    /// squash-host:HOST:GUEST:COUNT translate a range to one ID. forbid-guest:GUEST:COUNT refuses IDs of the guest.
+    /// Other IDs do not change. Cannot be used with --posix-acl.
     #[arg(long, value_name = "RULE")]
     pub translate_uid: Vec<idmap::Rule>,
 
-    /// Translate group ids, as --translate-uid does user ids
+    /// Translate group IDs, in the same way as --translate-uid
     #[arg(long, value_name = "RULE")]
     pub translate_gid: Vec<idmap::Rule>,
 
-    /// Keep the daemon from everything but the share: namespaces; chroot (needs root, for containers); none
+    /// Isolate the daemon from everything but the share: by namespaces, by chroot (for containers; needs root), or not
+    /// at all
     #[arg(long, default_value = "namespace", ignore_case = true)]
     pub sandbox: Sandbox,
 
-    /// User ids of the namespace of an ordinary user's daemon; several may be given [default: the own id as itself]
+    /// Map user IDs into the user namespace of a daemon that does not run as root; may be given several times [default:
+    /// only the user's own ID]
     ///
-    /// :0:100000:65536: makes the host's ids 100000 to 165535 the namespace's 0 to 65535, if /etc/subuid grants them.
+    /// :0:100000:65536: maps the host's IDs 100000 to 165535 to 0 to 65535. /etc/subuid must grant them to the user.
     #[arg(long, value_name = ":INSIDE:OUTSIDE:COUNT:")]
     pub uid_map: Vec<IdRange>,
 
-    /// Group ids of the namespace, as --uid-map says user ids
+    /// Map group IDs, in the same way as --uid-map
     #[arg(long, value_name = ":INSIDE:OUTSIDE:COUNT:")]
     pub gid_map: Vec<IdRange>,
 
-    /// Capabilities to keep or to drop beyond the usual, for example --modcaps=+sys_admin:-chown
+    /// Change the set of capabilities that the daemon keeps, for example --modcaps=+sys_admin:-chown
     #[arg(long, value_name = "CHANGES")]
     pub modcaps: Option<ModCaps>,
 
-    /// What happens at a system call that the daemon should not make
+    /// What happens when the daemon makes a system call that it should not make
     #[arg(long, default_value = "kill")]
     pub seccomp: seccomp::Action,
 
-    /// The limit of open files; 0 leaves it [default: 1000000, or fs.nr_open or a quarter of fs.file-max if less]
+    /// The limit of open files; 0 does not change it [default: the least of 1000000, fs.nr_open and a quarter of
+    /// fs.file-max]
     #[arg(long, value_name = "N")]
     pub rlimit_nofile: Option<u64>,
 
-    /// The most files that the guest may know at a time; each takes the daemon up to 512 bytes
+    /// How many inodes the guest may know at a time; each takes up to 512 bytes of the daemon's memory
     ///
-    /// The guest knows what it has in its caches. Past the limit it gets ENFILE for a name that it does not know yet.
+    /// The guest knows the inodes in its caches. At the limit, a lookup of any other file fails with ENFILE.
     #[arg(long, value_name = "N", default_value_t = limits::INODES)]
     pub max_inodes: usize,
 
-    /// What the source of a migration tells the target about the guest's files: their paths, or their file handles
+    /// How the source of a migration describes the guest's files to the target: by path or by file handle
     ///
-    /// Paths need only the same contents at both ends, but a removed file that the guest has open has none, and somebody
-    /// may put another file in a path's place meanwhile. File handles avoid both; they need the same file system at
-    /// both ends, and at the target CAP_DAC_READ_SEARCH and this same option (or --modcaps=+dac_read_search), as whoever
-    /// controls the source can then name any file of that file system.
+    /// Paths need only the same contents at both ends. But a file that was removed while open has no path, and another
+    /// file may take a path's place during the migration. File handles avoid both problems. They need the same file
+    /// system at both ends. The target needs CAP_DAC_READ_SEARCH and this same option (or --modcaps=+dac_read_search),
+    /// because a hostile source can then name any file of that file system.
     #[arg(long, default_value = "find-paths")]
     pub migration_mode: MigrationMode,
 
-    /// What the target of a migration does about a file that it cannot find or open: abort, or let the guest have errors
+    /// What the target of a migration does about a file that it cannot find or open: abort, or return errors to the
+    /// guest
     ///
-    /// With abort, the guest goes on at the source. With guest-error, all that it asks of that file fails with EIO.
+    /// abort: the guest continues at the source. guest-error: every request for that file fails with EIO.
     #[arg(long, default_value = "abort")]
     pub migration_on_error: MigrationOnError,
 
-    /// Have the target of a migration see by their file handles that it finds the very same files (for the source)
+    /// Let the target of a migration check by file handle that it found the same files (an option of the source)
     ///
-    /// Needs the same file system at both ends. With --migration-mode=find-paths.
+    /// It needs the same file system at both ends, and --migration-mode=find-paths.
     #[arg(long)]
     pub migration_verify_handles: bool,
 
-    /// Look at each path once more when all are found, and find those anew that are wrong by then (for the source)
+    /// After all paths are found, check each one again and search for those that have changed (an option of the source)
     ///
-    /// The guest stands still meanwhile. With --migration-mode=find-paths.
+    /// The guest does not run during the check. It needs --migration-mode=find-paths.
     #[arg(long)]
     pub migration_confirm_paths: bool,
 
-    /// What to log: off, error, warn, info, debug or trace; the environment's RUST_LOG goes first
+    /// What to log: off, error, warn, info, debug or trace; the environment variable RUST_LOG takes precedence
     #[arg(long, value_name = "LEVEL", default_value = "info")]
     pub log_level: LevelFilter,
 
@@ -312,15 +329,15 @@ pub struct Options {
     #[arg(long)]
     pub syslog: bool,
 
-    /// Print what the daemon can do, as vhost-user.json has it, and end
+    /// Print the daemon's capabilities in the form of QEMU's vhost-user.json, and exit
     #[arg(long)]
     pub print_capabilities: bool,
 
-    /// Options as the C virtiofsd had them: source=DIR,cache=none,xattr,…
+    /// Options in the form of the C virtiofsd: source=DIR,cache=none,xattr,…
     #[arg(short = 'o', value_name = "OPTIONS", hide = true)]
     pub compat_options: Vec<String>,
 
-    /// As --log-level=debug
+    /// The same as --log-level=debug
     #[arg(short = 'd', hide = true)]
     pub compat_debug: bool,
 
@@ -329,30 +346,30 @@ pub struct Options {
     pub compat_foreground: bool,
 }
 
-/// Live mappings unless --max-mappings says otherwise: half of what QEMU has room for, so that two such devices fit.
+/// The default of --max-mappings: half of what QEMU has room for, so that a VM can have two such devices.
 const DEFAULT_MAPPINGS: u16 = 256;
 
-/// What `--dax-window` and `--passthrough-window` ask for.
+/// The value of `--dax-window` or `--passthrough-window`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WindowSize {
-    /// In bytes; 0: none.
+    /// In bytes; 0: no window.
     pub size: u64,
-    /// Do not start without it.
+    /// The daemon fails to start if it cannot have the window.
     pub required: bool,
 }
 
-/// Why there are no options to go on with.
+/// Why [`parse`] returns no options.
 #[derive(Debug, Error)]
 pub enum Stop {
     /// The text of --help or --version.
     #[error("{0}")]
     Help(String),
-    /// What is wrong with the command line, in one line.
+    /// The error in the command line, in one line.
     #[error("{0} (thruwayd --help lists the options)")]
     Usage(String),
 }
 
-/// Reads a command line, the program's name first.
+/// Parses a command line that starts with the program's name.
 ///
 /// # Errors
 /// [`Stop`]
@@ -365,7 +382,7 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Options, Stop> 
     Ok(options)
 }
 
-/// Makes one line of clap's several.
+/// Joins clap's error message into one line.
 fn stop(error: clap::Error) -> Stop {
     let text = error.to_string();
     if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
@@ -416,7 +433,7 @@ fn parse_file_handles(mode: &str) -> Result<FileHandles, String> {
 }
 
 impl Options {
-    /// What clap's attributes cannot say.
+    /// Checks what clap's attributes cannot express.
     fn check(&self) -> Result<(), String> {
         if self.shared_dir.is_none() {
             return Err("there is no directory to share: give --shared-dir DIR".into());
@@ -427,8 +444,8 @@ impl Options {
         let most = u64::from(self.max_mappings) * window::RANGE;
         if self.dax_window.size > most {
             return Err(format!(
-                "--dax-window is too big for --max-mappings={}: a guest may map each 2 MiB of it, so give at most {}M, \
-                 or up to --max-mappings={}",
+                "--dax-window is too large for --max-mappings={}: each 2 MiB of it needs a mapping; give at most {}M, \
+                 or raise --max-mappings (up to {})",
                 self.max_mappings,
                 (most >> 20).checked_ilog2().map_or(0, |log| 1 << log),
                 window::MAX_MAPPINGS
@@ -438,23 +455,23 @@ impl Options {
         let finer = self.migration_verify_handles || self.migration_confirm_paths;
         if self.migration_mode == MigrationMode::FileHandles && finer {
             return Err(
-                "--migration-verify-handles and --migration-confirm-paths are for find-paths: leave them out, or \
-                        --migration-mode=file-handles"
+                "--migration-verify-handles and --migration-confirm-paths work only with --migration-mode=find-paths: \
+                        remove them, or remove --migration-mode=file-handles"
                     .into(),
             );
         }
         let translates = !self.translate_uid.is_empty() || !self.translate_gid.is_empty();
         if self.posix_acl != Offer::Never && translates {
             return Err(
-                "--posix-acl cannot go with --translate-uid or --translate-gid, which do not translate the ids \
-                        inside of lists: leave out one"
+                "--posix-acl cannot be used with --translate-uid or --translate-gid, which do not translate the IDs in \
+                        access control lists: remove one of them"
                     .into(),
             );
         }
         self.fs_config().map(drop)
     }
 
-    /// QEMU asserts that the sum of all regions is a power of two.
+    /// Checks the sizes of the windows. QEMU asserts that the sum of all regions is a power of two.
     fn check_windows(&self) -> Result<(), String> {
         let (dax, pass) = (self.dax_window.size, self.passthrough_window.size);
         let sum = dax.checked_add(pass).filter(|sum| *sum <= 1 << 62);
@@ -463,7 +480,8 @@ impl Options {
             return Err(match pass {
                 0 => "--dax-window must be a power of two, at least 2M".into(),
                 _ => format!(
-                    "--dax-window and --passthrough-window must be a power of two together: give --passthrough-window={}M",
+                    "the sum of --dax-window and --passthrough-window must be a power of two: use \
+                     --passthrough-window={}M",
                     (sum.next_power_of_two() - dax) >> 20
                 ),
             });
@@ -478,7 +496,7 @@ impl Options {
         Ok(())
     }
 
-    /// The passthrough window, if one is asked for.
+    /// The settings of the passthrough window, if one was requested.
     pub fn passthrough(&self) -> Option<window::Settings> {
         // Each 2 MiB of the DAX window may be a mapping, and the table is one.
         let others = self.dax_window.size / window::RANGE + 1;
@@ -488,17 +506,17 @@ impl Options {
         (settings.size > 0).then_some(settings)
     }
 
-    /// The directory to share; [`parse`] sees to it that it is given.
+    /// The directory to share. [`parse`] has checked that it was given.
     pub fn shared_dir(&self) -> &Path {
         self.shared_dir.as_deref().unwrap_or(Path::new("."))
     }
 
-    /// The path of the socket to make, if any.
+    /// The path of the socket to create, if any.
     pub fn socket(&self) -> Option<&Path> {
         self.socket_path.as_deref().or(self.socket.as_deref())
     }
 
-    /// Where the daemon listens, for messages.
+    /// Where the daemon listens, as text for messages.
     pub fn endpoint(&self) -> String {
         match (self.socket(), self.fd) {
             (Some(path), _) => path.display().to_string(),
@@ -506,12 +524,12 @@ impl Options {
         }
     }
 
-    /// What to log, at most.
+    /// The most detailed level to log.
     pub fn log_level(&self) -> LevelFilter {
         if self.compat_debug { LevelFilter::DEBUG } else { self.log_level }
     }
 
-    /// What the sandbox is to be.
+    /// The settings of the sandbox.
     pub fn sandbox_settings(&self) -> sandbox::Settings {
         sandbox::Settings {
             sandbox: self.sandbox,
@@ -522,16 +540,15 @@ impl Options {
         }
     }
 
-    /// What the file system is to do.
+    /// The settings of the file system.
     ///
     /// # Errors
-    /// If two rules of --translate-uid or --translate-gid overlap.
+    /// A message if two rules of --translate-uid or --translate-gid overlap.
     pub fn fs_config(&self) -> Result<fs::Config, String> {
         let ids = |option, rules: &[_]| IdMap::new(rules).map_err(|e| format!("--translate-{option}: {e}"));
         let offered = self.posix_acl != Offer::Never || self.security_label != Offer::Never;
         Ok(fs::Config {
             cache: self.cache,
-            timeout: None,
             writeback: self.writeback,
             allow_direct_io: self.allow_direct_io,
             allow_mmap: self.allow_mmap,
@@ -567,11 +584,11 @@ impl Options {
         }
     }
 
-    /// Old spellings in use, each with what to write instead.
+    /// Warnings about deprecated options that were used. Each names the option to use instead.
     pub fn deprecated(&self) -> impl Iterator<Item = &'static str> {
         [
             (self.socket.is_some(), "--socket is deprecated: use --socket-path"),
-            (!self.compat_options.is_empty(), "-o is deprecated: use --shared-dir, --cache and so on"),
+            (!self.compat_options.is_empty(), "-o is deprecated: use --shared-dir, --cache and the other long options"),
             (self.compat_debug, "-d is deprecated: use --log-level=debug"),
             (self.compat_foreground, "-f has no effect"),
         ]
@@ -580,10 +597,10 @@ impl Options {
     }
 }
 
-/// What `--print-capabilities` prints: docs/interop/vhost-user.json in QEMU, "VHostUserBackendCapabilities".
+/// The output of `--print-capabilities`: docs/interop/vhost-user.json in QEMU, "VHostUserBackendCapabilities".
 pub fn capabilities() -> String {
-    let features = FEATURES.map(|name| format!("    \"{name}\"")).join(",\n");
-    format!("{{\n  \"type\": \"fs\",\n  \"features\": [\n{features}\n  ]\n}}")
+    let capabilities = serde_json::json!({ "type": "fs", "features": FEATURES });
+    format!("{capabilities:#}")
 }
 
 #[cfg(test)]
@@ -599,7 +616,7 @@ mod tests {
     }
 
     #[test]
-    fn defaults_are_those_of_virtiofsd() {
+    fn defaults_are_virtiofsds() {
         let options = args("--shared-dir /s --fd 3").unwrap();
         assert_eq!((options.sandbox, options.seccomp), (Sandbox::Namespace, seccomp::Action::Kill));
         let config = options.fs_config().unwrap();
@@ -609,7 +626,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_of_two_wins() {
+    fn the_last_option_wins() {
         assert!(!config("--killpriv-v2 --no-killpriv-v2").killpriv_v2);
         assert!(config("--no-killpriv-v2 --killpriv-v2").killpriv_v2);
         assert!(!config("--announce-submounts --no-announce-submounts").announce_submounts);
@@ -631,7 +648,7 @@ mod tests {
     }
 
     #[test]
-    fn compat_options_are_taken() {
+    fn compat_options_are_accepted() {
         let options = args("-f -d -o source=/a=b,cache=none,xattr --socket /k -o no_xattr,loglevel=err").unwrap();
         assert_eq!((options.shared_dir(), options.cache), (Path::new("/a=b"), CachePolicy::Never));
         assert_eq!((options.xattr, options.log_level), (false, LevelFilter::ERROR));
@@ -640,7 +657,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_go_together_is_refused_in_one_line() {
+    fn bad_combinations_are_refused_in_one_line() {
         for line in [
             "",
             "--shared-dir /s",

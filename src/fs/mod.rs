@@ -106,8 +106,6 @@ pub struct Migration {
 #[derive(Clone, Debug)]
 pub struct Config {
     pub cache: CachePolicy,
-    /// Entry and attribute timeout; None: what `cache` implies.
-    pub timeout: Option<Duration>,
     pub writeback: bool,
     pub allow_direct_io: bool,
     pub allow_mmap: bool,
@@ -138,7 +136,6 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             cache: CachePolicy::Auto,
-            timeout: None,
             writeback: false,
             allow_direct_io: false,
             allow_mmap: false,
@@ -209,10 +206,10 @@ impl PassthroughFs {
                 _ => {}
             }
         }
-        let implied = match config.cache {
+        let timeout = match config.cache {
             CachePolicy::Never => Duration::ZERO,
             CachePolicy::Auto => Duration::from_secs(1),
-            // As virtiofsd: a day, which no cached name or attribute outlives for other reasons.
+            // A day, as in virtiofsd. Memory pressure ends cached names and attributes sooner.
             CachePolicy::Always | CachePolicy::Metadata => Duration::from_secs(86400),
         };
         let capability = config.xattrmap.as_ref().and_then(|map| {
@@ -220,7 +217,7 @@ impl PassthroughFs {
             (&*host != c"security.capability").then(|| host.into_owned())
         });
         Ok(Self {
-            timeout: config.timeout.unwrap_or(implied),
+            timeout,
             inodes: Inodes::new(root, config.max_inodes)?,
             handles: Handles::new(),
             places: Arc::new(file_handle::Handles::new(config.inode_file_handles)),

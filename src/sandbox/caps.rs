@@ -7,7 +7,8 @@ use caps::{CapSet, Capability, CapsHashSet};
 
 use super::Error;
 
-/// What acting for any user of the guest takes: other people's files, ownership, modes, device nodes, file capabilities.
+/// The daemon needs these to act for every user of the guest: files of all users, ownership, modes, device nodes and
+/// file capabilities.
 const KEPT: [Capability; 8] = [
     Capability::CAP_CHOWN,
     Capability::CAP_DAC_OVERRIDE,
@@ -35,10 +36,10 @@ fn change(text: &str) -> Result<(bool, Capability), String> {
     let (add, name) = match (text.strip_prefix('+'), text.strip_prefix('-')) {
         (Some(name), _) => (true, name),
         (_, Some(name)) => (false, name),
-        _ => return Err(format!("'{text}' starts with neither + nor -: expected +sys_admin:-chown or the like")),
+        _ => return Err(format!("'{text}' must start with + or -, for example +sys_admin:-chown")),
     };
     let name = caps::to_canonical(name);
-    let capability = name.parse().map_err(|_| format!("there is no capability {name}, see capabilities(7)"))?;
+    let capability = name.parse().map_err(|_| format!("no capability is named {name}: see capabilities(7)"))?;
     Ok((add, capability))
 }
 
@@ -53,14 +54,14 @@ impl ModCaps {
         }
     }
 
-    /// Whether it adds this one.
+    /// Whether the changes add this capability.
     pub fn adds(&self, capability: &Capability) -> bool {
         self.0.iter().rfind(|(_, c)| c == capability).is_some_and(|(add, _)| *add)
     }
 }
 
-/// Drops all capabilities but those the daemon needs, for good, and those it could gain by execve(2). `handles`: keep
-/// CAP_DAC_READ_SEARCH too, which open_by_handle_at(2) takes. To be called before threads start.
+/// Drops all capabilities that the daemon does not need, for good, and prevents execve(2) from adding any. `handles`:
+/// keep CAP_DAC_READ_SEARCH too, which open_by_handle_at(2) needs. Call it before threads start.
 ///
 /// # Errors
 /// [`Error::Other`] if `modcaps` adds one that the process does not have.
@@ -75,7 +76,7 @@ pub fn limit(modcaps: &ModCaps, handles: bool) -> Result<(), Error> {
     keep(&(&wanted & &permitted))
 }
 
-/// Drops all capabilities but these, for good, and those that execve(2) could give.
+/// Drops all other capabilities, for good, and prevents execve(2) from adding any.
 ///
 /// # Errors
 /// [`Error::Other`] if the process does not have one of them.
@@ -85,11 +86,13 @@ pub fn keep(kept: &CapsHashSet) -> Result<(), Error> {
 
 fn check_missing(missing: CapsHashSet, modcaps: &ModCaps, unprivileged: bool) -> Result<(), Error> {
     if let Some(added) = missing.iter().find(|c| modcaps.adds(c)) {
-        return Err(Error::Other(format!("--modcaps cannot add {added}: the daemon was started without it")));
+        return Err(Error::Other(format!(
+            "--modcaps cannot add {added}: the daemon was started without it, so start it with more capabilities"
+        )));
     }
     let missing: HashSet<_> = missing.into_iter().filter(|c| KEPT.contains(c)).collect();
     if !missing.is_empty() && !unprivileged {
-        tracing::warn!("the daemon was started without {missing:?}: what needs them will fail in the guest");
+        tracing::warn!("the daemon was started without {missing:?}: guest operations that need them will fail");
     }
     Ok(())
 }
@@ -120,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_changes_get_a_reason() {
+    fn bad_changes_are_refused() {
         for bad in ["", "chown", "+", "+chown:", "+nonsense", ":"] {
             assert!(bad.parse::<ModCaps>().is_err(), "{bad}");
         }

@@ -5,22 +5,21 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use super::{Error, Step};
 use crate::limits::FILE_MAX_SHARE;
 
-/// The default, as virtiofsd has it: each inode that the guest knows and each open file takes a descriptor.
+/// The default, as in virtiofsd: each open file takes a descriptor, and without file handles each known inode too.
 const DEFAULT_NOFILE: u64 = 1_000_000;
 
-/// Sets the limit of open files, soft and hard, and returns the soft limit. `None`: the default, as far as the hard
-/// limit allows; `Some(0)`: leaves it.
+/// Sets the soft and the hard limit of open files, and returns the soft limit. `None` sets the default, or the hard
+/// limit if that is lower and cannot be raised. `Some(0)` changes nothing.
 ///
 /// # Errors
-/// If `Some` limit is above fs.nr_open, or above the hard limit without CAP_SYS_RESOURCE.
+/// If the given limit is above fs.nr_open, or above the hard limit without CAP_SYS_RESOURCE.
 pub fn set_nofile(limit: Option<u64>) -> Result<u64, Error> {
     let now = getrlimit(Resource::Nofile);
     let current = now.current.unwrap_or(u64::MAX);
     match limit {
         Some(0) => Ok(current),
-        Some(limit) => {
-            set(limit, limit).step("set --rlimit-nofile (above fs.nr_open, or above the hard limit without root?)")
-        }
+        Some(limit) => set(limit, limit)
+            .step("set --rlimit-nofile (it may not be above fs.nr_open, nor above the hard limit without root)"),
         None => set_default(current, now.maximum.unwrap_or(u64::MAX)),
     }
 }
@@ -29,8 +28,8 @@ fn set_default(current: u64, hard: u64) -> Result<u64, Error> {
     let wanted = wanted(current, sysctl("nr_open"), sysctl("file-max"));
     set(wanted, wanted).or_else(|_| {
         tracing::warn!(
-            "the limit of open files stays at {hard}, since only root may raise it to {wanted}: past it the guest gets \
-             errors (ENFILE) when it opens files, and without file handles when it looks for names"
+            "the limit of open files stays at {hard}, since only root may raise it to {wanted}: at the limit, the guest gets \
+             ENFILE when it opens a file and, without file handles, when it looks up a name"
         );
         set(hard, hard).step("raise the limit of open files")
     })
@@ -45,7 +44,7 @@ fn set(current: u64, maximum: u64) -> rustix::io::Result<u64> {
     setrlimit(Resource::Nofile, Rlimit { current: Some(current), maximum: Some(maximum) }).map(|()| current)
 }
 
-/// A number of /proc/sys/fs.
+/// A number from /proc/sys/fs.
 fn sysctl(name: &str) -> Option<u64> {
     std::fs::read_to_string(format!("/proc/sys/fs/{name}")).ok()?.trim().parse().ok()
 }
@@ -55,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn most_of_the_hosts_open_files_are_left_to_others() {
+    fn the_default_leaves_most_descriptors_to_others() {
         let million = DEFAULT_NOFILE;
         assert_eq!(wanted(1024, Some(1 << 20), Some(i64::MAX as u64)), million);
         assert_eq!(wanted(1024, Some(1 << 19), Some(i64::MAX as u64)), 1 << 19);

@@ -1,6 +1,7 @@
 //! Isolation of the daemon from the host: namespaces or chroot, capabilities, seccomp, resource limits.
 //!
-//! All of it must happen while the process has one thread.
+//! All of this happens while the process has one thread, except for the seccomp filter, which is applied to all
+//! threads.
 
 pub mod caps;
 pub mod limits;
@@ -20,7 +21,7 @@ use thiserror::Error;
 
 pub use userns::IdRange;
 
-/// How the daemon is kept from files outside of the shared directory (`--sandbox`).
+/// How the daemon is isolated from files outside the shared directory (`--sandbox`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Sandbox {
     /// New mount, process and network namespaces, and a user namespace for an ordinary user; the shared directory
@@ -37,12 +38,13 @@ pub enum Sandbox {
 pub struct Settings {
     pub sandbox: Sandbox,
     pub shared_dir: PathBuf,
-    /// Ids of the user namespace; empty: the user's own id as itself. Only for an ordinary user with
+    /// User IDs of the user namespace; empty: only the user's own ID. Only for an ordinary user with
     /// [`Sandbox::Namespace`].
     pub uid_map: Vec<IdRange>,
+    /// Group IDs, in the same way.
     pub gid_map: Vec<IdRange>,
-    /// A child process that others must never wait for: with [`Sandbox::Namespace`] the process that waits for the daemon
-    /// reaps it, and kills it if something stops it.
+    /// A child process for which processes of the host may wait. With [`Sandbox::Namespace`] the process that waits for
+    /// the daemon reaps it, and kills it if a signal stops it.
     pub helper: Option<Pid>,
 }
 
@@ -55,17 +57,17 @@ pub struct Entered {
     pub proc_self_fd: OwnedFd,
 }
 
-/// Why the sandbox cannot be entered, in one line.
+/// Why the daemon cannot enter the sandbox, in one line.
 #[derive(Debug, Error)]
 pub enum Error {
     #[error("--sandbox chroot needs root: run as root, or use --sandbox namespace or none")]
     ChrootNeedsRoot,
     #[error(
-        "--uid-map and --gid-map are for an ordinary user with --sandbox namespace: leave them out, or use \
+        "--uid-map and --gid-map work only for an ordinary user with --sandbox namespace: remove them, or use \
          --translate-uid and --translate-gid"
     )]
     IdMapUnusable,
-    #[error("cannot set up the ids of the user namespace: {0}")]
+    #[error("cannot map IDs into the user namespace: {0}")]
     IdMap(String),
     #[error("cannot {step}: {source}")]
     Step { step: &'static str, source: io::Error },
@@ -73,7 +75,7 @@ pub enum Error {
     Other(String),
 }
 
-/// Names the step that failed.
+/// Adds the name of the step that failed to an error.
 trait Step<T> {
     fn step(self, step: &'static str) -> Result<T, Error>;
 }
@@ -84,7 +86,7 @@ impl<T, E: Into<io::Error>> Step<T> for Result<T, E> {
     }
 }
 
-/// Whether this user can have this sandbox; to be asked before anything is touched.
+/// Checks whether this user can have this sandbox, before anything is changed.
 ///
 /// # Errors
 /// [`Error::IdMapUnusable`], [`Error::ChrootNeedsRoot`].
@@ -100,11 +102,11 @@ pub fn check(settings: &Settings) -> Result<(), Error> {
     Ok(())
 }
 
-/// Enters the sandbox with what the daemon keeps. With [`Sandbox::Namespace`] only a child process returns; this process
-/// drops `kept`, waits for the child and exits with its status.
+/// Enters the sandbox. With [`Sandbox::Namespace`] only a child process returns, with `kept`. The calling process drops
+/// its own copy, waits for the child and exits with its status.
 ///
 /// # Errors
-/// [`Error`]; the process may then be half inside and must exit.
+/// [`Error`]. The process may then be partly inside the sandbox, and must exit.
 pub fn enter<T>(settings: &Settings, kept: T) -> Result<(Entered, T), Error> {
     check(settings)?;
     if geteuid().is_root() {
@@ -133,19 +135,19 @@ fn open_fds() -> Result<OwnedFd, Error> {
     open_dir(Path::new("/proc/self/fd")).map_err(|_| Error::Other("/proc/self/fd is missing: mount /proc".into()))
 }
 
-/// `/proc/self/fd` as a mount that is attached nowhere, so that `..` does not lead out of it. Needs CAP_SYS_ADMIN.
+/// Opens `/proc/self/fd` as a detached mount, so that `..` does not lead out of it. It needs CAP_SYS_ADMIN.
 fn detached_fds() -> Result<OwnedFd, Error> {
     let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
     open_tree(CWD, "/proc/self/fd", flags).step("detach /proc/self/fd (is /proc mounted?)")
 }
 
-/// Drops the supplementary groups, with which the daemon would act for every guest user.
+/// Drops the supplementary groups. Otherwise the daemon would have them when it acts for any user of the guest.
 fn drop_groups() -> Result<(), Error> {
     if rustix::process::getgroups().is_ok_and(|groups| groups.is_empty()) {
         return Ok(());
     }
     match rustix::thread::set_thread_groups(&[]) {
-        // In a user namespace of one user no group can be dropped, and no other user be acted for.
+        // In a user namespace with one user, groups cannot be dropped, and the daemon cannot act for other users.
         Err(rustix::io::Errno::PERM) if groups_are_denied() => Ok(()),
         result => result.step("drop the supplementary groups (needs CAP_SETGID)"),
     }

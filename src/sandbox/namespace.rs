@@ -1,4 +1,4 @@
-//! `--sandbox namespace`: the daemon serves from a child process that sees the shared directory alone.
+//! `--sandbox namespace`: a child process serves, which sees only the shared directory.
 
 use std::io::{ErrorKind, Read};
 use std::os::fd::AsFd;
@@ -21,10 +21,10 @@ use super::{Entered, Error, Settings, Step, detached_fds, open_dir, userns};
 
 const NAMESPACES: UnshareFlags = UnshareFlags::NEWNS.union(UnshareFlags::NEWPID).union(UnshareFlags::NEWNET);
 
-/// What the daemon's own mounts of the share do not allow.
+/// The restrictions on the daemon's own mount of the share.
 const RESTRICTED: u64 = libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV | libc::MOUNT_ATTR_NOEXEC;
 
-/// Returns in the child only; the parent waits for it and exits.
+/// Returns only in the child. The parent waits for the child and exits.
 pub fn enter<T>(settings: &Settings, kept: T) -> Result<(Entered, T), Error> {
     if geteuid().is_root() {
         unshare(NAMESPACES)
@@ -40,15 +40,16 @@ pub fn enter<T>(settings: &Settings, kept: T) -> Result<(Entered, T), Error> {
             Ok((enter_mounts(&settings.shared_dir)?, kept))
         }
         Forked::Parent(pid) => {
-            // Or a second frontend could connect to a socket that nobody answers, and a helper would not see the end.
+            // If the parent kept the socket, a second frontend could connect to it without an answer. If it kept the
+            // helper's socket, the helper would not see the daemon's end.
             drop(kept);
             wait_for(pid, settings.helper)
         }
     }
 }
 
-/// Asks to be killed when the parent ends. The kernel forgets this if the thread's user id changes, so the main thread
-/// must keep its own.
+/// Asks the kernel to kill this process when its parent ends. The kernel drops the request if the thread's user ID
+/// changes, so the main thread must keep its own.
 fn die_with_parent(mut parent: UnixStream) -> Result<(), Error> {
     set_parent_process_death_signal(Some(Signal::KILL)).step("ask for a signal at the parent's end")?;
     parent.set_nonblocking(true).step("watch the parent")?;
@@ -60,15 +61,16 @@ fn die_with_parent(mut parent: UnixStream) -> Result<(), Error> {
 
 fn enter_mounts(shared_dir: &Path) -> Result<Entered, Error> {
     let proc_self_fd = detached_fds()?;
-    // What the host mounts in the shared directory later shall be seen, and nothing mounted here reach the host.
+    // Later mounts of the host in the shared directory appear here. Mounts made here do not reach the host.
     let slave = MountPropagationFlags::DOWNSTREAM | MountPropagationFlags::REC;
     mount_change("/", slave).step("separate the mounts from the host's")?;
     let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC | OpenTreeFlags::AT_RECURSIVE;
     let tree = open_tree(CWD, shared_dir, flags).step("clone the shared directory's mounts")?;
-    // The guest may make device nodes and set-user-id programs. The daemon has no use for either. Linux before 5.12 cannot.
+    // The guest may create device nodes and set-user-ID programs, and the daemon must never use one. Linux before 5.12
+    // cannot do this.
     if let Err(e) = restrict_mounts(tree.as_fd(), RESTRICTED) {
         tracing::warn!(
-            "the daemon's own view of the share stays as the host mounted it, without nosuid,nodev,noexec: {e}"
+            "the daemon's own mount of the share keeps the host's options and is not nosuid,nodev,noexec: {e}"
         );
     }
     let onto_itself = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
@@ -77,12 +79,12 @@ fn enter_mounts(shared_dir: &Path) -> Result<Entered, Error> {
     Ok(Entered { root: open_dir(Path::new("/"))?, proc_self_fd })
 }
 
-/// Makes the mounted `tree` the root and unmounts everything else.
+/// Makes the mounted `tree` the root directory and unmounts everything else.
 fn pivot_into(tree: impl AsFd) -> Result<(), Error> {
     let old_root = open_dir(Path::new("/"))?;
     fchdir(&tree).step("change to the shared directory")?;
     pivot_root(".", ".").step("make the shared directory the root")?;
-    // Both roots are now stacked at "/"; from the old one, "." is what is to go.
+    // Both roots are now stacked at "/". In the old one, "." names the mount to remove.
     fchdir(&old_root).step("change to the old root")?;
     unmount(".", UnmountFlags::DETACH).step("unmount the old root")?;
     chdir("/").step("change to the new root")
@@ -119,8 +121,8 @@ fn wait_for(child: Pid, helper: Option<Pid>) -> ! {
 fn killed_by(signal: i32) -> i32 {
     match signal {
         libc::SIGSYS => tracing::error!(
-            "seccomp stopped the daemon at a system call outside of its list (SIGSYS): --seccomp=log names it in the \
-             kernel's log"
+            "seccomp killed the daemon for a system call that is not on its list (SIGSYS): run it with --seccomp=log to \
+             find the call in the kernel's log"
         ),
         _ => tracing::error!("the daemon was killed by signal {signal}"),
     }

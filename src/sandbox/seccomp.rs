@@ -1,4 +1,6 @@
 //! The system calls that the daemon may make while it serves (`--seccomp`).
+//!
+//! The list has no place for a call that runs a program, or that makes a process, a socket, a mount or an io_uring.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +14,7 @@ use seccompiler::{
 
 use super::Error;
 
-/// What happens at a system call outside of the list.
+/// What happens at a system call that is not on the list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Action {
     /// There is no filter.
@@ -25,19 +27,19 @@ pub enum Action {
     Trap,
 }
 
-/// Calls that may be made with any arguments, by what the daemon does with them.
+/// Calls that are allowed with any arguments, grouped by their use.
 const ALLOWED: &[&[c_long]] = &[
     // Descriptors, and data in guest memory.
     &[SYS_read, SYS_write, SYS_readv, SYS_writev, SYS_pread64, SYS_pwrite64, SYS_preadv, SYS_pwritev],
     &[SYS_preadv2, SYS_pwritev2, SYS_lseek, SYS_close, SYS_dup, SYS_dup3, SYS_fcntl, SYS_copy_file_range],
-    // Rings are there before the filter is, and restricted to reads; none can be made.
+    // The io_urings are created before the filter is applied. The kernel restricts each to reads and writes.
     &[SYS_io_uring_enter],
-    // Files: to find and open them.
+    // Finding and opening files.
     &[SYS_openat, SYS_openat2, SYS_name_to_handle_at, SYS_open_by_handle_at, SYS_readlinkat, SYS_getdents64],
     &[SYS_statx, SYS_newfstatat, SYS_fstat, SYS_statfs, SYS_fstatfs, SYS_faccessat, SYS_faccessat2],
-    // To make, remove and rename them.
+    // Creating, removing and renaming files.
     &[SYS_mkdirat, SYS_mknodat, SYS_symlinkat, SYS_linkat, SYS_unlinkat, SYS_renameat2],
-    // To change their contents and attributes.
+    // Changing contents and attributes.
     &[
         SYS_fsync,
         SYS_fdatasync,
@@ -51,7 +53,7 @@ const ALLOWED: &[&[c_long]] = &[
     &[SYS_fchmod, SYS_fchmodat, SYS_FCHMODAT2, SYS_fchown, SYS_fchownat, SYS_utimensat, SYS_flock],
     &[SYS_getxattr, SYS_lgetxattr, SYS_fgetxattr, SYS_setxattr, SYS_lsetxattr, SYS_fsetxattr],
     &[SYS_listxattr, SYS_llistxattr, SYS_flistxattr, SYS_removexattr, SYS_lremovexattr, SYS_fremovexattr],
-    // To act for a user of the guest: credentials, umask and directory of one thread.
+    // Acting for a user of the guest: credentials, umask and current directory of one thread.
     &[SYS_setfsuid, SYS_setfsgid, SYS_setresuid, SYS_setresgid, SYS_setgroups, SYS_capget, SYS_capset],
     &[SYS_getuid, SYS_geteuid, SYS_getgid, SYS_getegid, SYS_umask, SYS_chdir, SYS_fchdir],
     // The frontend's socket, and events.
@@ -63,40 +65,40 @@ const ALLOWED: &[&[c_long]] = &[
     &[SYS_set_robust_list, SYS_rseq, SYS_futex, SYS_sched_getaffinity, SYS_sched_yield, SYS_membarrier, SYS_exit],
     &[SYS_exit_group, SYS_gettid, SYS_getpid, SYS_sigaltstack, SYS_rt_sigprocmask, SYS_rt_sigaction],
     &[SYS_rt_sigreturn, SYS_restart_syscall],
-    // Time and chance.
+    // Time and random numbers.
     &[SYS_clock_gettime, SYS_clock_nanosleep, SYS_nanosleep, SYS_gettimeofday, SYS_getrandom],
-    // clone3 gets ENOSYS from the second filter; glibc then takes clone, whose flags a filter can see.
+    // The other filter answers clone3 with ENOSYS. glibc then calls clone, whose flags a filter can see.
     &[SYS_clone3],
     #[cfg(target_arch = "x86_64")]
     &[SYS_epoll_wait, SYS_poll],
 ];
 
-/// fchmodat2(2), which libc does not name on all architectures; the number is the same on all.
+/// fchmodat2(2). libc does not define it for all architectures, but its number is the same on all of them.
 const SYS_FCHMODAT2: c_long = 452;
 
-/// A call that is allowed if an argument (by number), masked with the third column, is the fourth. Several for one call
-/// are alternatives.
+/// A call, the index of an argument, a mask and a value: the call is allowed if the masked argument equals the value.
+/// Several conditions for one call are alternatives.
 pub type Condition = (c_long, u8, u64, u64);
 
-/// What the daemon may call with some arguments only.
+/// Calls that are allowed only with certain arguments.
 const CONDITIONAL: &[Condition] = &[
-    // No memory is ever executable anew.
+    // Memory never becomes executable.
     (SYS_mmap, 2, PROT_EXEC as u64, 0),
     (SYS_mprotect, 2, PROT_EXEC as u64, 0),
-    // Threads, no processes; the kernel refuses a new user namespace to a thread.
+    // Threads, but no processes. The kernel refuses a new user namespace to a thread.
     (SYS_clone, 0, CLONE_THREAD as u64, CLONE_THREAD as u64),
-    // A umask and current directory of the thread's own, and no namespaces.
+    // A separate umask and current directory for a thread, but no namespaces.
     (SYS_unshare, 0, ANY, CLONE_FS as u64),
     (SYS_prctl, 0, ANY, PR_SET_NAME as u64),
-    // What Rust's std makes of set_nonblocking and set_cloexec.
+    // Rust's std uses these for set_nonblocking and set_cloexec.
     (SYS_ioctl, 1, ANY, FIONBIO),
     (SYS_ioctl, 1, ANY, FIOCLEX),
 ];
 
-/// All bits of an argument count.
+/// The mask of a condition in which all 32 bits of the argument count.
 pub const ANY: u64 = u32::MAX as u64;
 
-/// Installs the daemon's filter for all threads, and for ever. `syslog`: allow what a log to syslog takes.
+/// Installs the daemon's filter for all threads, for good. `syslog`: also allow the calls that logging to syslog needs.
 ///
 /// # Errors
 /// [`Error::Other`] if the kernel has no seccomp filters.
@@ -105,7 +107,7 @@ pub fn apply(action: Action, syslog: bool) -> Result<(), Error> {
     apply_list(action, &[ALLOWED, &[syslog]].concat(), CONDITIONAL)
 }
 
-/// Installs a filter that allows these calls alone, for all threads, and for ever.
+/// Installs a filter that allows only these calls, for all threads, for good.
 ///
 /// # Errors
 /// [`Error::Other`] if the kernel has no seccomp filters.
@@ -116,7 +118,9 @@ pub fn apply_list(action: Action, calls: &[&[c_long]], conditional: &[Condition]
         Action::Log => SeccompAction::Log,
         Action::Trap => SeccompAction::Trap,
     };
-    let failed = |e: &dyn std::fmt::Display| Error::Other(format!("cannot set up seccomp: {e}: try --seccomp none"));
+    let failed = |e: &dyn std::fmt::Display| {
+        Error::Other(format!("cannot set up seccomp: {e}: if this kernel has no seccomp filters, use --seccomp none"))
+    };
     for program in [no_clone3(), allow_list(mismatch, calls, conditional)] {
         apply_filter_all_threads(&program.map_err(|e| failed(&e))?).map_err(|e| failed(&e))?;
     }
@@ -133,7 +137,7 @@ fn allow_list(
     for &(call, argument, mask, value) in conditional {
         rules.entry(call).or_default().push(rule(argument, mask, value)?);
     }
-    // tgkill interrupts a thread that waits for a lock; other processes are no business of the daemon.
+    // tgkill interrupts a thread that waits for a lock. It is allowed only within this process.
     rules.insert(SYS_tgkill, vec![rule(0, ANY, std::process::id().into())?]);
     compile(rules, mismatch, SeccompAction::Allow)
 }
@@ -173,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn what_would_leave_the_sandbox_is_not_in_the_list() {
+    fn calls_that_could_leave_the_sandbox_are_not_allowed() {
         let calls = ALLOWED.concat();
         for call in [SYS_execve, SYS_execveat, SYS_ptrace, SYS_mount, SYS_setns, SYS_socket, SYS_bpf] {
             assert!(!calls.contains(&call), "{call}");

@@ -1,4 +1,4 @@
-//! The system calls of the sandbox that Rust cannot call safe.
+//! The system calls of the sandbox that need `unsafe`.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -6,7 +6,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use rustix::process::Pid;
 use rustix::thread::UnshareFlags;
 
-/// Which of the two processes fork(2) returned in.
+/// The process in which fork(2) returned.
 pub enum Forked {
     Child,
     Parent(Pid),
@@ -15,10 +15,11 @@ pub enum Forked {
 /// fork(2).
 ///
 /// # Errors
-/// Those of fork(2); EBUSY if the process has several threads, whose locks the child would inherit for ever.
+/// Those of fork(2). EBUSY if the process has several threads: the child would inherit their locks, and nobody would
+/// release them.
 pub fn fork() -> io::Result<Forked> {
     require_single_thread()?;
-    // SAFETY: there is one thread, so the child's copy of memory is consistent.
+    // SAFETY: the process has one thread, so the child's copy of its memory is consistent.
     match unsafe { libc::fork() } {
         -1 => Err(io::Error::last_os_error()),
         0 => Ok(Forked::Child),
@@ -28,15 +29,15 @@ pub fn fork() -> io::Result<Forked> {
 
 /// unshare(2) of namespaces.
 pub fn unshare(namespaces: UnshareFlags) -> io::Result<()> {
-    // SAFETY: unsafe is only the flag FILES, which callers here have no use for and which is masked out.
+    // SAFETY: only the flag FILES makes this call unsafe, and it is masked out.
     unsafe { rustix::thread::unshare_unsafe(namespaces - UnshareFlags::FILES) }.map_err(Into::into)
 }
 
-/// Gives a mount and those below it these attributes (MOUNT_ATTR_*) besides what they have: mount_setattr(2).
+/// mount_setattr(2): adds the attributes (MOUNT_ATTR_*) to a mount and to the mounts below it.
 pub fn restrict_mounts(tree: BorrowedFd, attributes: u64) -> io::Result<()> {
     let attr = libc::mount_attr { attr_set: attributes, attr_clr: 0, propagation: 0, userns_fd: 0 };
     let flags = libc::AT_EMPTY_PATH | libc::AT_RECURSIVE;
-    // SAFETY: the path is a C string, and `attr` is as long as said.
+    // SAFETY: the path is a C string, and the last argument is the size of `attr`.
     let done = unsafe {
         libc::syscall(libc::SYS_mount_setattr, tree.as_raw_fd(), c"".as_ptr(), flags, &attr, size_of_val(&attr))
     };

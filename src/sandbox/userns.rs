@@ -13,7 +13,7 @@ use rustix::thread::{UnshareFlags, set_thread_res_gid, set_thread_res_uid};
 use super::sys::{Forked, fork, unshare};
 use super::{Error, Step};
 
-/// The ids `inside..inside + count` of the namespace are the host's from `outside` on.
+/// Maps the IDs `inside..inside + count` of the namespace to the IDs of the host from `outside` on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IdRange {
     pub inside: u32,
@@ -24,32 +24,33 @@ pub struct IdRange {
 impl FromStr for IdRange {
     type Err = String;
 
-    /// Reads `:inside:outside:count:`; any character that is no letter or digit may take the colons' place.
+    /// Parses `:inside:outside:count:`. Any character that is not a letter or digit may replace the colons.
     fn from_str(text: &str) -> Result<Self, String> {
-        let malformed = || "expected :namespace_id:host_id:count:, for example :0:100000:65536:".to_owned();
+        let malformed = || "expected :NAMESPACE_ID:HOST_ID:COUNT:, for example :0:100000:65536:".to_owned();
         let separator = text.chars().next().filter(|c| !c.is_alphanumeric()).ok_or_else(malformed)?;
         let fields = text.strip_prefix(separator).and_then(|t| t.strip_suffix(separator)).ok_or_else(malformed)?;
         let numbers: Result<Vec<u32>, _> = fields.split(separator).map(str::parse).collect();
         match numbers.as_deref() {
             Ok(&[inside, outside, count]) if count > 0 => {
-                // The highest number is no id: system calls read it as "leave the id as it is".
+                // The highest number is not an ID: to system calls it means "do not change the ID".
                 let ends = |first: u32| first.checked_add(count).is_some();
                 let range = (ends(inside) && ends(outside)).then_some(Self { inside, outside, count });
-                range.ok_or_else(|| "the range ends beyond 4294967294, the highest id".into())
+                range.ok_or_else(|| "the range ends after 4294967294, the highest ID".into())
             }
             _ => Err(malformed()),
         }
     }
 }
 
-/// What the helper process says when the maps are written; anything else is its error.
+/// The helper process sends this when it has written the maps. Anything else is its error message.
 const DONE: &str = "done";
 
-/// Enters a new user namespace with these maps and `others`, and becomes its root if it has one.
+/// Enters a new user namespace with these maps, and the other new namespaces. Becomes the user namespace's root if it
+/// has one.
 pub fn unshare_mapped(others: UnshareFlags, uids: &[IdRange], gids: &[IdRange]) -> Result<(), Error> {
     let (mut helper, requests) = UnixStream::pair().step("create a socket pair")?;
     let target = getpid();
-    // Only a process outside of the namespace may map more than the own id.
+    // Only a process outside the namespace may map more than the user's own ID.
     let pid = match fork().step("start a helper process")? {
         Forked::Parent(pid) => pid,
         Forked::Child => {
@@ -77,12 +78,12 @@ fn become_root() -> Result<(), Error> {
     unless_unmapped(set_thread_res_uid(uid, uid, uid)).step("become user 0 of the user namespace")
 }
 
-/// The kernel says EINVAL to an id that the namespace does not have.
+/// Ignores the kernel's EINVAL for an ID that the namespace does not have.
 fn unless_unmapped(result: Result<(), Errno>) -> Result<(), Errno> {
     result.or_else(|e| if e == Errno::INVAL { Ok(()) } else { Err(e) })
 }
 
-/// The helper process: waits until `target` is in its namespace, maps, answers, ends.
+/// The helper process: waits until `target` is in its namespace, writes the maps, answers and exits.
 fn map_on_request(mut requests: UnixStream, target: Pid, uids: &[IdRange], gids: &[IdRange]) -> ! {
     if requests.read_exact(&mut [0]).is_err() {
         exit(1);
@@ -113,7 +114,7 @@ fn map_gids(target: Pid, ranges: &[IdRange]) -> Result<(), String> {
     }
 }
 
-/// The one range of a map that needs no privilege: the own id alone.
+/// The only range of a map that needs no privilege: the user's own ID.
 fn trivial(ranges: &[IdRange], own: u32) -> Option<IdRange> {
     match ranges {
         [] => Some(IdRange { inside: own, outside: own, count: 1 }),
@@ -138,8 +139,8 @@ fn run(program: &str, ids_file: &str, target: Pid, ranges: &[IdRange]) -> Result
         return Ok(());
     }
     let text = String::from_utf8_lossy(&output.stderr);
-    let reason = text.lines().next().unwrap_or("it gives no reason");
-    Err(format!("{program} failed: {reason}: are the ids granted to this user in {ids_file}?"))
+    let reason = text.lines().next().unwrap_or("no reason given");
+    Err(format!("{program} failed: {reason}: check that {ids_file} grants these IDs to the user"))
 }
 
 #[cfg(test)]
@@ -147,7 +148,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranges_are_read_with_any_separator() {
+    fn ranges_are_parsed_with_any_separator() {
         let range = Ok(IdRange { inside: 0, outside: 100000, count: 65536 });
         assert_eq!(":0:100000:65536:".parse(), range);
         assert_eq!("/0/100000/65536/".parse(), range);
@@ -157,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_own_id_alone_is_trivial() {
+    fn only_the_own_id_is_trivial() {
         let range = |inside, outside, count| IdRange { inside, outside, count };
         assert_eq!(trivial(&[], 1000), Some(range(1000, 1000, 1)));
         assert_eq!(trivial(&[range(0, 1000, 1)], 1000), Some(range(0, 1000, 1)));
