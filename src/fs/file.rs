@@ -14,7 +14,7 @@ use super::inode::{FdPath, Inode, stat};
 use super::{CachePolicy, PassthroughFs, cred, sys};
 use crate::fuse::abi::*;
 use crate::fuse::buf::IoRange;
-use crate::fuse::ops::{Created, Creator, Files, Mappings, Reading, Result, Served, Truncates};
+use crate::fuse::ops::{Created, Creator, Files, Reading, Result, Served, Truncates};
 
 /// The modes of fallocate(2) that Linux sends. The others move or cut a file's contents, which may be mapped: the window's
 /// guard does not see that.
@@ -249,8 +249,9 @@ impl Files for PassthroughFs {
 
     fn read(&self, node: u64, read: &ReadIn, to: &IoRange, waits: bool) -> Result<Reading> {
         let handle = self.handles.get(node, read.fh)?;
-        // The window's guard takes nobody's word but a worker's that a read is one.
-        if waits || self.has_mappings() {
+        // What io_uring reads, the guards of other daemons take for a truncation: they would end their guests' mappings. A file
+        // that this guest maps is likely to be mapped by others.
+        if waits || self.is_mapped(node) {
             return sys::preadv(handle.fd(), to, read.offset, 0).map(Reading::Done);
         }
         match handle.host.read_cached(handle.fd(), to, read.offset)? {
@@ -269,7 +270,7 @@ impl Files for PassthroughFs {
 
     fn file_for_read(&self, node: u64, read: &ReadIn) -> Result<Option<OwnedFd>> {
         let handle = self.handles.get(node, read.fh)?;
-        Ok(if self.has_mappings() { None } else { handle.copy().ok() })
+        Ok(if self.is_mapped(node) { None } else { handle.copy().ok() })
     }
 
     fn file_for_write(&self, node: u64, write: &WriteIn) -> Result<Option<OwnedFd>> {

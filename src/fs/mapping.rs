@@ -22,6 +22,11 @@ impl PassthroughFs {
         self.window.as_deref().ok_or(Errno::NOSYS)
     }
 
+    /// Whether the guest has mapped any of this node's file, or is about to.
+    pub(super) fn is_mapped(&self, node: u64) -> bool {
+        self.window.as_ref().is_some_and(|window| window.is_mapped(node))
+    }
+
     /// Whether the guest is offered a window.
     pub(super) fn maps(&self) -> bool {
         self.window.as_ref().is_some_and(|window| window.is_open())

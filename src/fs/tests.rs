@@ -2,7 +2,9 @@
 
 use std::ffi::{CStr, CString};
 use std::fs;
+use std::io;
 use std::ops::ControlFlow;
+use std::os::fd::BorrowedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
@@ -17,6 +19,8 @@ use crate::fuse::abi::*;
 use crate::fuse::buf::IoVecs;
 use crate::fuse::ops::*;
 use crate::limits;
+use crate::window::proxy::{Event, Kind, Opened};
+use crate::window::{Frontend, RANGE, StandIns, Window};
 
 struct Share {
     dir: TempDir,
@@ -795,4 +799,89 @@ fn few_listings_are_kept_and_all_are_whole() {
     list(fhs[0], 0, 3);
     s.fs.releasedir(ROOT_ID, fhs[0]).unwrap();
     assert_eq!(s.fs.listings.kept(), 0);
+}
+
+/// A frontend and a window process that do what they are asked at once.
+struct Obliging;
+
+impl Frontend for Obliging {
+    fn is_running(&self) -> bool {
+        true
+    }
+
+    fn map(&self, _: u8, _: u64, _: u64, _: BorrowedFd, _: u64, _: bool) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn unmap(&self, _: u8, _: u64, _: u64) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn mapped(&self, _: BorrowedFd, _: u64, _: u64) -> usize {
+        0
+    }
+}
+
+impl StandIns for Obliging {
+    fn open(&self, _: u64, _: Kind, real: BorrowedFd) -> io::Result<Opened> {
+        Ok(Opened { fd: real.try_clone_to_owned()?, guarded: true })
+    }
+
+    fn invalidate(&self, _: u64) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn watch(&self, _: u64) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn next_event(&self) -> Option<Event> {
+        loop {
+            std::thread::park();
+        }
+    }
+}
+
+#[test]
+fn a_cold_read_of_an_unmapped_file_leaves_the_worker() {
+    // On a disk, so that pages can be dropped.
+    let dir = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+    let kind = rustix::fs::statfs(dir.path()).unwrap().f_type;
+    if !matches!(kind, libc::EXT4_SUPER_MAGIC | libc::XFS_SUPER_MAGIC) {
+        return;
+    }
+    for name in ["mapped", "other"] {
+        fs::write(dir.path().join(name), [7; 100_000]).unwrap();
+        fs::File::open(dir.path().join(name)).unwrap().sync_all().unwrap();
+    }
+    let window = Window::new(RANGE, None, Arc::new(Obliging)).unwrap();
+    window.connect(Arc::new(Obliging));
+    window.announce();
+    let fs = PassthroughFs::new(open_root(dir.path()), proc_self_fd().unwrap(), Config::default()).unwrap();
+    let s = Share { dir, fs: Arc::new(fs.with_window(Some(window))) };
+    s.fs.enter_thread();
+    s.fs.init(InitFlags::all()).unwrap();
+    let leaves_the_worker = |(node, fh), name: &str| {
+        let file = fs::File::open(s.dir.path().join(name)).unwrap();
+        // A page may stay in memory, and a disk may be quick: not a hundred times.
+        (0..100).any(|_| {
+            rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
+            let mut data = vec![0; 100_000];
+            let mut to = IoVecs::default();
+            // SAFETY: `data` outlives the list.
+            unsafe { to.push(data.as_mut_ptr(), data.len(), true) };
+            let read = ReadIn { fh, size: 100_000, ..Default::default() };
+            matches!(s.fs.read(node, &read, &to.range(0..100_000), false).unwrap(), Reading::Waits(_))
+        })
+    };
+    let (mapped, other) = (s.open(c"mapped", libc::O_RDWR), s.open(c"other", libc::O_RDWR));
+    assert!(leaves_the_worker(mapped, "mapped") && leaves_the_worker(other, "other"));
+    let map = SetupmappingIn { fh: mapped.1, len: RANGE, ..Default::default() };
+    Served::Later(s.fs.setupmapping(mapped.0, &map).unwrap()).wait().unwrap();
+    assert!(s.fs.has_mappings());
+    assert!(!leaves_the_worker(mapped, "mapped"));
+    assert!(leaves_the_worker(other, "other"));
+    let unmap = RemovemappingOne { moffset: 0, len: RANGE };
+    Served::Later(s.fs.removemapping(&[unmap]).unwrap()).wait().unwrap();
+    assert!(leaves_the_worker(mapped, "mapped"));
 }

@@ -253,6 +253,7 @@ impl Mapper {
     ) -> Result<()> {
         // Counted, so that the file stays known even between two of its mappings.
         self.known.entry(node).or_insert_with(|| File::new(source)).live += 1;
+        self.shared.nodes.insert(node);
         let want = |from| Mapping { node, from, kind: Kind::Through, writable, stored: writable };
         let mut new = Vec::new();
         let done = ranges.zip((from..).step_by(RANGE as usize)).try_for_each(|(range, from)| {
@@ -452,6 +453,7 @@ impl Mapper {
             file.write_back();
             self.shared.copies.remove(&node);
             self.known.remove(&node);
+            self.shared.nodes.remove(&node);
         }
     }
 

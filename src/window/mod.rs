@@ -29,7 +29,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dashmap::DashMap;
+use dashmap::{DashMap, DashSet};
 use parking_lot::{Condvar, Mutex};
 use rustix::io::Errno;
 
@@ -140,6 +140,8 @@ struct Shared {
     commits: Commits,
     /// Live mappings, by region.
     live: [AtomicUsize; 3],
+    /// Nodes that have mappings in the DAX window.
+    nodes: DashSet<u64>,
     /// By nodeid.
     copies: DashMap<u64, Copy>,
     promises: Promises,
@@ -280,6 +282,11 @@ impl Window {
     /// Whether anything of a file is mapped.
     pub fn has_mappings(&self) -> bool {
         [DAX, WHOLE_FILES].iter().any(|region| self.shared.live(*region).load(Ordering::Relaxed) > 0)
+    }
+
+    /// Whether anything of this node's file is mapped, or about to be.
+    pub fn is_mapped(&self, node: u64) -> bool {
+        self.shared.nodes.contains(&node) || self.passing().is_some_and(|passthrough| passthrough.has_entry(node))
     }
 
     /// Live mappings of the DAX window.

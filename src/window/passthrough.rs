@@ -366,6 +366,11 @@ impl Passthrough {
         })
     }
 
+    /// Whether a node has an entry of the table.
+    pub(super) fn has_entry(&self, node: u64) -> bool {
+        self.index(node).is_some()
+    }
+
     fn index(&self, node: u64) -> Option<u32> {
         if self.is_on() { self.nodes.lock().known.get(&node).and_then(Node::index) } else { None }
     }
