@@ -1,72 +1,92 @@
-# What needs guests runs as root; vm-images/setup.sh installs and builds what they take, once, into ~/.cache/thruway.
+# Targets that boot guests must run as root. vm-images/setup.sh builds what guests need, once, into ~/.cache/thruway.
 
 PREFIX ?= /usr/local
 CARGO ?= cargo
 export CARGO_TARGET_DIR = $(CURDIR)/target
+# Cargo and the kernels' make use all CPUs, whatever -j is used here.
+unexport MAKEFLAGS MFLAGS
 
 SCRIPTS = vm-images/boot vm-images/setup.sh vm-images/build-* vm-images/lib.sh vm-images/linux-source.sh vm-images/guest/* .ci/run tests/run tests/demo \
 	guest-kernel/build fuzz/run fuzz/rustc tests/dependencies tests/sanitized tests/miri \
 	tests/guest/demo-init tests/guest/*.sh tests/host/run-case tests/host/*.sh
 
-.PHONY: all build images tree guest-kernel guest-kernel-debug demo unit test soak neighbours bench check install clean fuzz fuzz-short asan tsan miri
+.PHONY: all build packages tree tools kernels images guest-kernel guest-kernel-debug demo unit quick test soak neighbours bench check install \
+	clean fuzz fuzz-short asan tsan miri
 
 all: build
 
 build:
-	$(CARGO) build --release
+	$(CARGO) build --release --bin thruwayd
 
-# The tree and the two-CPU kernel take some 10 minutes when the cache is empty.
+packages tree tools:
+	vm-images/setup.sh $@
+
+# With low priority, since make test runs its first tests meanwhile.
+kernels:
+	nice -n 19 vm-images/setup.sh uml-smp guest-kernel old-kernel
+
+# Everything that guests need: about 20 minutes with an empty cache.
 images:
 	vm-images/setup.sh
 
-tree:
-	vm-images/setup.sh tools tree
-
-# Some 10 minutes each when the cache is empty.
+# About 10 minutes each with an empty cache.
 guest-kernel:
 	guest-kernel/build
 
 guest-kernel-debug:
 	guest-kernel/build x86_64 debug
 
-demo: tree
-	$(MAKE) build
+# About 2 minutes with an empty cache. Without cargo's progress bar: two jobs share the terminal.
+demo:
+	@echo 'make demo: about 2 minutes on two CPUs, or 30 seconds when the guest and the daemon are built'
+	vm-images/setup.sh packages
+	CARGO_TERM_PROGRESS_WHEN=never $(MAKE) -j2 tree build
 	tests/demo
 
 unit:
 	$(CARGO) test
 
-# The case that takes the two-CPU kernel builds it, beside others.
-test: tree
-	$(MAKE) unit build
+# All tests without a guest.
+quick:
+	$(MAKE) unit
 	$(MAKE) fuzz-short miri
+
+# Kernels compile beside the tests that need no guest.
+test:
+	@echo 'make test: about 30 minutes on two CPUs. Unit tests take 4, fuzz targets and Miri 5, $(words $(shell tests/run --list)) cases in guests 20.'
+	@missing=$$(vm-images/setup.sh --missing); [ -z "$$missing" ] || echo "make test: more with an empty cache. Still to build: $$missing"
+	vm-images/setup.sh packages tools tree
+	$(MAKE) -j2 quick kernels
+	$(MAKE) build
 	tests/run
 
-soak: tree
+soak:
+	vm-images/setup.sh tools tree
 	$(MAKE) unit build
 	tests/run --soak
 
-# A hostile guest beside a good one, with the good one's times. ARGS=cold, for example, takes one attack.
+# Measures a good guest beside a hostile one. ARGS selects attacks, for example ARGS=cold.
 neighbours:
 	$(CARGO) test --release --test neighbours -- --measure $(ARGS)
 
-# ARGS='--rounds 5', for example; --help tells all.
-bench: tree
+# ARGS are its options, for example ARGS='--rounds 5' or ARGS=--help.
+bench:
+	vm-images/setup.sh tools tree
 	$(CARGO) bench --bench guest -- $(ARGS)
 
-# Ten seconds of each target; those that need root are left out without it.
+# Ten seconds of each fuzz target. Targets that need root are skipped without it.
 fuzz-short:
 	fuzz/run --seconds 10
 
-# ARGS='--seconds 3600 --rounds 0 server', for example; fuzz/run tells all.
+# ARGS are the options of fuzz/run, for example ARGS='--seconds 3600 --rounds 0 server'.
 fuzz:
 	fuzz/run $(ARGS)
 
-# The tests that need no guest, under a sanitizer. Some minutes each.
+# The tests without a guest under a sanitizer. Some minutes each.
 asan tsan:
 	tests/sanitized $@
 
-# What parses bytes, under Miri. Left out, and said so, where there is no nightly with it.
+# The parsers under Miri. Skipped, with a message, if there is no nightly toolchain with Miri.
 miri:
 	tests/miri
 
@@ -74,7 +94,7 @@ check:
 	$(CARGO) fmt --check
 	$(CARGO) clippy --all-targets -- -D warnings
 	tests/dependencies
-	if command -v shellcheck >/dev/null; then shellcheck -x -P SCRIPTDIR $(SCRIPTS); else echo 'no shellcheck here: scripts are not checked'; fi
+	if command -v shellcheck >/dev/null; then shellcheck -x -P SCRIPTDIR $(SCRIPTS); else echo 'make check: shellcheck is not installed: scripts are not checked'; fi
 
 install: build
 	install -D -m 755 target/release/thruwayd $(DESTDIR)$(PREFIX)/libexec/thruwayd

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by the scripts of this directory.
+# Shared functions of the scripts in this directory.
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/thruway
@@ -7,35 +7,48 @@ cache=${XDG_CACHE_HOME:-$HOME/.cache}/thruway
 say() { printf '%s: %s\n' "${0##*/}" "$*" >&2; }
 die() { say "$*"; exit 1; }
 
-# artefact NAME FILE...: the cache directory of what NAME is built from these files.
+# artefact NAME FILE...: prints the cache directory of NAME, which is built from these files.
 artefact() {
     local name=$1
     shift
-    # 12 digits: the few dozen versions that a cache ever holds do not collide.
+    # 12 digits are enough to tell apart the few dozen versions that a cache ever holds.
     printf '%s/%s-%s\n' "$cache" "$name" "$(cat -- "$@" | sha256sum | cut -c1-12)"
 }
 
 tools_dir() { artefact tools "$here/build-tools"; }
-tree_dir() { artefact tree "$here/build-tree" "$here/build-tools" "$here/packages/tree.list" "$here/pjdfstest.toml"; }
+tree_dir() { artefact tree "$here/build-tree" "$here/packages/tree.list"; }
 uml_smp_dir() { artefact uml-smp "$here/build-uml-smp" "$here/linux-source.sh" "$here/uml-smp.config" "${uml_patches[@]}" "${guest_patches[@]}"; }
 old_kernel_dir() { artefact old-kernel "$here/build-old-kernel"; }
 
-# For every kernel that is built here.
-guest_patches=("$here"/../guest-kernel/patches/*.patch)
-# What else UML needs.
+# guest_kernel_dir NAME...: the guest kernel with these configurations of guest-kernel/configs.
+guest_kernel_dir() {
+    local suffix=${*:2} configs=("${@/#/$guest_kernel/configs/}")
+    artefact "guest-kernel${suffix:+-${suffix// /-}}" "$guest_kernel/build" "$here/linux-source.sh" \
+        "${configs[@]/%/.config}" "${guest_patches[@]}"
+}
+
+guest_kernel=$here/../guest-kernel
+# These apply to every kernel that is built from source.
+guest_patches=("$guest_kernel"/patches/*.patch)
+# These apply to User-Mode Linux only.
 uml_patches=("$here"/uml-patches/*.patch)
 
 package_list() { grep -vE '^(#|$)' "$here/packages/$1.list"; }
 
-# logged TITLE COMMAND...: runs it with its output in a file of the cache, shows that it lives, and on failure its end.
+# logged TITLE COMMAND...: runs the command with its output in a log of the cache. Shows its last line every 10 s, and the
+# end of the log if it fails.
 logged() {
-    local title=$1 log=$cache/logs/${1// /-}.log status=0 start=$SECONDS job ticker
+    local title=$1 log=$cache/logs/${1// /-}.log status=0 start=$SECONDS job ticker=''
     shift
     mkdir -p "$cache/logs"
     say "$title ..."
+    # Its own process group, so that an interrupt can end it with all its children.
+    set -m
     "$@" >"$log" 2>&1 </dev/null &
     job=$!
-    # 10 s: often enough to see that it goes on, seldom enough to read.
+    set +m
+    trap 'kill -- "-$job" $ticker 2>/dev/null; exit 130' INT TERM HUP
+    # 10 s: often enough to see progress, seldom enough to read.
     (while sleep 10 >&- 2>&-; do
         say "$title, $((SECONDS - start)) s: $(tail -c 300 "$log" | tr '\r' '\n' | tail -n 1 | cut -c1-100)"
     done) &
@@ -43,15 +56,17 @@ logged() {
     wait "$job" || status=$?
     kill "$ticker"
     wait "$ticker" 2>/dev/null || true
+    trap - INT TERM HUP
     if ((status)); then
-        # 30 lines: a compiler's error with its context fits.
+        # 30 lines hold a compiler's error with its context.
         tail -n 30 "$log" >&2
         die "$title failed (status $status); the whole log: $log"
     fi
     say "$title: done in $((SECONDS - start)) s"
 }
 
-# build_once DIRECTORY FUNCTION: fills DIRECTORY by FUNCTION, unless it is there; one at a time, and whole or not at all.
+# build_once DIRECTORY FUNCTION: unless DIRECTORY exists, runs FUNCTION to fill $partial and renames that to DIRECTORY.
+# A lock keeps other processes from building the same directory.
 build_once() {
     local directory=$1 fill=$2
     [[ ! -d $directory ]] || return 0
@@ -71,7 +86,7 @@ build_once() {
 
 keyring=/usr/share/keyrings/debian-archive-keyring.gpg
 
-# The mirror that this machine's apt uses; without one, the mirror that mmdebstrap knows.
+# Prints the Debian mirror that this machine's apt uses, or mmdebstrap's default where apt has none.
 debian_mirror() {
     local mirror
     # shellcheck disable=SC2016  # apt's own variable
@@ -85,7 +100,7 @@ debian_mirror() {
     printf '%s\n' "$mirror"
 }
 
-# debian_sources: trixie with its backports, and sid, whose Release file is at times past its date.
+# debian_sources: prints the sources: trixie, its updates and backports, and sid. A mirror of sid may be out of date.
 debian_sources() {
     local mirror suite
     mirror=$(debian_mirror)
@@ -95,7 +110,7 @@ debian_sources() {
     printf 'deb [signed-by=%s check-valid-until=no] %s sid main\n' "$keyring" "$mirror"
 }
 
-# debian_preferences: sid gives only what is named, and backports only QEMU and the kernels.
+# debian_preferences: sid provides only user-mode-linux; backports provide QEMU with its firmware.
 debian_preferences() {
     cat <<'END'
 Package: *
@@ -112,7 +127,7 @@ Pin-Priority: 500
 END
 }
 
-# private_apt DIRECTORY: an apt of our own there, used by APT_CONFIG=DIRECTORY/apt.conf.
+# private_apt DIRECTORY: sets up an apt in DIRECTORY that leaves the host's alone. Use it with APT_CONFIG=DIRECTORY/apt.conf.
 private_apt() {
     mkdir -p "$1"/{state/lists/partial,cache/archives/partial,preferences.d}
     debian_sources >"$1/sources.list"

@@ -1,10 +1,10 @@
 # shellcheck shell=bash
-# Sourced, after lib.sh, by what builds a kernel.
+# Functions for scripts that build a kernel. Source lib.sh first.
 
-# The kernel that is built here, and that guest-kernel/patches apply to.
+# guest-kernel/patches apply to this series.
 linux_series=7.2
 
-# linux_source DIRECTORY: Debian's source of that kernel, unpacked there, with our patches.
+# linux_source DIRECTORY: unpacks Debian's kernel source there and applies guest-kernel/patches.
 linux_source() {
     local apt=$1.apt package=linux-source-$linux_series
     logged "read package lists" private_apt "$apt"
@@ -21,12 +21,12 @@ linux_source() {
 apply_patches() {
     local patch
     for patch in "${guest_patches[@]}"; do
-        # Debian's source is a newer stable release than what the patches were made on: offsets are fine, fuzz is not.
+        # Debian's source is a newer stable release than the patches' base: offsets are fine, fuzz is not.
         patch -d "$1" -p1 --fuzz=0 --batch <"$patch"
     done
 }
 
-# configure_linux SOURCE CONFIGURATION...: on top of allnoconfig; the last line for an option counts.
+# configure_linux SOURCE CONFIGURATION...: applies the configurations to allnoconfig. The last line for an option counts.
 configure_linux() {
     local source=$1 option line
     shift

@@ -1,35 +1,99 @@
 #!/bin/bash
-# Installs what the host lacks and builds into the cache what guests need: all of it, or the parts named.
+# Installs the host's packages and builds what guests need into the cache. Run it as root; without arguments it builds all.
 set -euo pipefail
 . "$(dirname "$0")/lib.sh"
 
+usage() {
+    cat >&2 <<'END'
+usage: setup.sh [--missing] [PART]...
+  packages      host packages for the demo (packages/host.list)
+  tree          the Debian tree that guests boot from
+  tools         the test suites and virtiofsd
+  uml-smp       User-Mode Linux for several CPUs
+  guest-kernel  Linux with the patches of guest-kernel
+  old-kernel    Debian's older stock kernel
+--missing builds nothing: it names the parts that are not in the cache, and how long they take on two CPUs.
+Every part installs the packages that it needs.
+END
+    exit 1
+}
+
+all=(tree tools uml-smp guest-kernel old-kernel)
+# The seconds that each part takes on two CPUs.
+declare -A takes=([tree]=40 [tools]=110 [uml-smp]=360 [guest-kernel]=600 [old-kernel]=30)
+
+directory() {
+    case $1 in
+        tree) tree_dir ;;
+        tools) tools_dir ;;
+        uml-smp) uml_smp_dir ;;
+        guest-kernel) guest_kernel_dir x86_64 ;;
+        old-kernel) old_kernel_dir ;;
+    esac
+}
+
+missing=''
+if [[ ${1-} == --missing ]]; then
+    missing=yes
+    shift
+fi
 parts=("$@")
-((${#parts[@]})) || parts=(tools tree uml-smp)
+((${#parts[@]})) || parts=("${all[@]}")
 for part in "${parts[@]}"; do
-    [[ $part =~ ^(tools|tree|uml-smp)$ ]] || die "usage: ${0##*/} [tools] [tree] [uml-smp]"
+    [[ " packages ${all[*]} " == *" $part "* ]] || usage
 done
+
+if [[ $missing ]]; then
+    seconds=0 absent=()
+    for part in "${parts[@]}"; do
+        if [[ -n ${takes[$part]-} && ! -d $(directory "$part") ]]; then
+            absent+=("$part")
+            seconds=$((seconds + takes[$part]))
+        fi
+    done
+    ((!${#absent[@]})) || printf '%s (%s min)\n' "${absent[*]}" "$(((seconds + 59) / 60))"
+    exit 0
+fi
 ((EUID == 0)) || die "must run as root"
 
 mapfile -t packages < <(package_list host)
-# The project's own Rust edition needs this one.
+# The tree alone needs no packages of the tests.
+for part in "${parts[@]}"; do
+    [[ $part == tree || $part == packages ]] || { mapfile -t -O "${#packages[@]}" packages < <(package_list test) && break; }
+done
+# The crate's edition needs this version.
 cargo_needed=1.85
 if ! command -v cargo >/dev/null; then
     packages+=(cargo)
 fi
-# shellcheck disable=SC2016  # dpkg-query's own variables
-installed=$(dpkg-query -W -f '${db:Status-Abbrev} ${Package}\n' "${packages[@]}" 2>/dev/null | sed -n 's/^ii  *//p' || true)
-mapfile -t missing < <(printf '%s\n' "${packages[@]}" | grep -vxF -f <(printf '%s\n' "$installed") || true)
-if ((${#missing[@]})); then
+
+install_packages() {
+    local installed missing candidate
+    # shellcheck disable=SC2016  # dpkg-query's own variables
+    installed=$(dpkg-query -W -f '${db:Status-Abbrev} ${Package}\n' "${packages[@]}" 2>/dev/null | sed -n 's/^ii  *//p' || true)
+    mapfile -t missing < <(printf '%s\n' "${packages[@]}" | grep -vxF -f <(printf '%s\n' "$installed") || true)
+    ((${#missing[@]})) || return 0
     logged "update the host's package lists" apt-get update
     if [[ " ${missing[*]} " == *" cargo "* ]]; then
         candidate=$(apt-cache policy cargo | sed -n 's/^  Candidate: //p')
         dpkg --compare-versions "$candidate" ge "$cargo_needed" ||
-            die "no cargo >= $cargo_needed here: install Rust by rustup (rustup toolchain install stable) and run this again"
+            die "Debian's cargo is older than $cargo_needed: install Rust with rustup (rustup toolchain install stable), then run this again"
     fi
     DEBIAN_FRONTEND=noninteractive logged "install ${#missing[@]} host packages" \
         apt-get install --yes --no-install-recommends "${missing[@]}"
-fi
+}
+
+# One at a time: apt has a lock of its own, but does not wait for it.
+mkdir -p "$cache"
+exec 8>"$cache/packages.lock"
+flock 8
+install_packages
+exec 8>&-
 
 for part in "${parts[@]}"; do
-    "$here/build-$part"
+    case $part in
+        packages) ;;
+        guest-kernel) "$guest_kernel/build" ;;
+        *) "$here/build-$part" ;;
+    esac
 done

@@ -106,7 +106,7 @@ fsx_on_shares() {
     local name pids=()
     for name in guarded fast; do
         # shellcheck disable=SC2086  # a list
-        start_window_guest "$name" "$@" --fs "$name=$work/sockets/$name" "$guest_dir/fsx.sh" ${fsx_volume[$name]}
+        start_window_guest "$name" "$@" --tools --fs "$name=$work/sockets/$name" "$guest_dir/fsx.sh" ${fsx_volume[$name]}
         pids+=("$guest_pid")
     done
     for name in guarded fast; do

@@ -11,7 +11,7 @@ pjdfstest_racy=open::etxtbsy
 pjdfstest_run() {
     local name=$1 kind=$2 status=0
     make_share "$name"
-    "$boot" --kind "$kind" --log-dir "$work/$name.logs" --daemon "$3" --daemon-args --posix-acl \
+    "$boot" --kind "$kind" --tools --log-dir "$work/$name.logs" --daemon "$3" --daemon-args --posix-acl \
         --share "s=$work/$name" "${@:4}" "$guest_dir/pjdfstest.sh" 2>&1 | sed 's/\x1b\[[0-9;]*m//g' | tee "$work/$name.out" || status=$?
     # A test that fails makes the suite's status 1; anything else is no result.
     ((status <= 1)) || fail "the guest '$name' ended with status $status"
@@ -77,7 +77,7 @@ fsx_case() {
         arguments+=(--fs "$cache=$work/sockets/$cache")
     done
     # 2 h: 18 runs of 100,000 operations, each of some minutes on a busy machine.
-    guest fsx --kind "$kind" --timeout 7200 "${arguments[@]}" "$guest_dir/fsx.sh" "$@"
+    guest fsx --kind "$kind" --tools --timeout 7200 "${arguments[@]}" "$guest_dir/fsx.sh" "$@"
     logs_are_clean "$work/daemons.logs"
     note "fsx: $1 operations by $(($# - 1)) seeds in each of 6 cache modes"
 }
