@@ -1,4 +1,4 @@
-//! What the daemon's command line does, as its caller sees it: exit status, one line on stderr, the socket.
+//! The daemon's command line as its caller sees it: exit status, one line on stderr, the socket.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -23,12 +23,12 @@ fn daemon() -> Command {
     command
 }
 
-/// Runs the daemon to its end.
+/// Runs the daemon until it exits.
 fn run(args: &[&str]) -> Output {
     daemon().args(args).output().unwrap()
 }
 
-/// The one line that a failed start leaves after its warnings, without the program's name.
+/// Returns the one error line of a failed start, without warnings and without the program's name.
 fn failure(args: &[&str]) -> String {
     let output = run(args);
     let text = String::from_utf8(output.stderr).unwrap();
@@ -38,7 +38,7 @@ fn failure(args: &[&str]) -> String {
     lines[0].strip_prefix("thruwayd: ").unwrap().to_owned()
 }
 
-/// A daemon without a sandbox, so that the test needs no privilege. Killed in the end.
+/// A daemon without a sandbox, so that the test needs no privilege. Dropping it kills the daemon.
 struct Running(Child);
 
 impl Running {
@@ -155,7 +155,7 @@ fn the_socket_is_private_exclusive_and_removed() {
 }
 
 #[test]
-fn a_group_may_be_let_in() {
+fn a_group_can_be_allowed() {
     if !rustix::process::geteuid().is_root() {
         eprintln!("skipped: needs root");
         return;
@@ -164,7 +164,7 @@ fn a_group_may_be_let_in() {
     let socket = dir.path().join("s");
     let args = ["--keep-alive", "--socket-group=daemon", "--socket-path", socket.to_str().unwrap()];
     let _daemon = Running::start(dir.path(), &args);
-    // Whoever is answered, is so by a daemon that has set the group.
+    // A daemon that answers has set the group.
     let mut frontend = connect(&socket);
     frontend.write_all(&GET_FEATURES).unwrap();
     frontend.read_exact(&mut [0; 20]).unwrap();
@@ -181,7 +181,7 @@ fn a_stale_socket_is_replaced() {
     let socket = dir.path().join("s");
     drop(UnixListener::bind(&socket).unwrap());
     let args = ["--socket-path", socket.to_str().unwrap()];
-    // Without a pause, the first may not have ended when the second starts.
+    // There is no pause, so the first daemon may still be ending when the second starts.
     drop(Running::start(dir.path(), &args));
     let mut second = Running::start(dir.path(), &args);
     drop(connect(&socket));
@@ -189,7 +189,7 @@ fn a_stale_socket_is_replaced() {
 }
 
 #[test]
-fn a_file_that_is_no_pid_file_is_not_touched() {
+fn a_file_that_is_not_a_pid_file_is_not_touched() {
     let start = |dir: &Path| {
         let socket = dir.join("s");
         failure(&["--sandbox=none", "--shared-dir", dir.to_str().unwrap(), "--socket-path", socket.to_str().unwrap()])
@@ -206,7 +206,7 @@ fn a_file_that_is_no_pid_file_is_not_touched() {
             fs::write(&victim, contents).unwrap();
             make(&victim, &pid);
             if (kind, contents) == (2, "123\n") {
-                // That one is what a daemon leaves that was killed.
+                // This is the file that a killed daemon leaves.
                 let mut daemon = Running::start(dir.path(), &["--socket-path", dir.path().join("s").to_str().unwrap()]);
                 drop(connect(&dir.path().join("s")));
                 assert_eq!(fs::read_to_string(&pid).unwrap(), format!("{}\n", daemon.0.id()));
@@ -249,7 +249,7 @@ fn a_daemon_without_descriptors_accepts_later() {
     let limit = |n| {
         rustix::process::prlimit(Some(pid), Nofile, Rlimit { current: Some(n), maximum: Some(hard) }).unwrap();
     };
-    // It has made all that it needs for the next connection when it waits in accept(2).
+    // When the daemon waits in accept(2), it has opened all that it needs for the next connection.
     let waits = || {
         let tasks = fs::read_dir(format!("/proc/{}/task", daemon.0.id())).unwrap();
         let calls = tasks.filter_map(|task| fs::read_to_string(task.unwrap().path().join("syscall")).ok());
@@ -261,7 +261,7 @@ fn a_daemon_without_descriptors_accepts_later() {
     let fd = format!("/proc/{}/fd", daemon.0.id());
     let free = (0..).find(|n| !Path::new(&fd).join(n.to_string()).is_symlink()).unwrap();
     limit(free);
-    // The kernel had a descriptor for this one, but the daemon has none for the next step.
+    // The kernel had a descriptor for the connection, but the daemon has none for the next step.
     drop(connect(&socket));
     says("trying again");
     assert!(daemon.0.try_wait().unwrap().is_none());
@@ -309,9 +309,9 @@ fn the_log_says_where_it_listens_and_what_is_deprecated() {
     assert!(text.contains("--socket is deprecated") && text.contains("-f has no effect"), "{text}");
 }
 
-/// A guest that floods the log, whose reader does not read, is served all the same; and no message is lost uncounted.
+/// A guest that floods the log is served even if nobody reads the log, and every lost message is counted.
 #[test]
-fn a_flood_of_messages_holds_up_nothing() {
+fn a_flood_of_messages_delays_nothing() {
     const FLOOD: u64 = 1000;
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("socket");
@@ -320,7 +320,7 @@ fn a_flood_of_messages_holds_up_nothing() {
     command.arg("--shared-dir").arg(dir.path()).arg("--socket-path").arg(&socket).args(["--sandbox", "none"]);
     let mut child = Running(command.stderr(full.try_clone().unwrap()).spawn().unwrap());
     drop(command);
-    // The log's first line comes when the daemon has started.
+    // The daemon writes the log's first line when it has started.
     let mut first = [0; 1];
     log.read_exact(&mut first).unwrap();
     let end = Instant::now() + Duration::from_secs(10);

@@ -1,4 +1,4 @@
-//! The sandbox as the host sees it in /proc. Started by root, the tests also run as the user `nobody`.
+//! The sandbox as /proc shows it on the host. If root runs the tests, they also run a daemon as the user `nobody`.
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, chown};
@@ -16,7 +16,7 @@ use thruway::fuse::abi::*;
 use thruway::sandbox::seccomp;
 use zerocopy::IntoBytes;
 
-/// Uid and gid of `nobody` on Linux distributions; any unused one would do.
+/// User and group ID of `nobody` on Linux distributions. Any unused ID would do.
 const NOBODY: u32 = 65534;
 
 /// CHOWN, DAC_OVERRIDE, FOWNER, FSETID, SETGID, SETUID, MKNOD and SETFCAP of include/uapi/linux/capability.h.
@@ -34,7 +34,8 @@ struct Daemon {
 }
 
 impl Daemon {
-    /// Starts it, as `nobody` if `user` says so and the test is root; waits until it listens and is inside.
+    /// Starts a daemon and waits until it listens inside its sandbox. With `user`, and if the test is root, it runs as
+    /// `nobody`.
     fn start(user: bool, args: &[&str]) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let share = dir.path().join("share");
@@ -43,11 +44,11 @@ impl Daemon {
         Self::start_in(dir, user, args)
     }
 
-    /// The same with a directory that is already there.
+    /// The same with an existing directory.
     fn start_in(dir: TempDir, user: bool, args: &[&str]) -> Self {
         let share = dir.path().join("share");
-        // A copy, since the build directory may be closed to others; by cp, since a file that another test's fork(2) here
-        // inherits open for writing cannot be executed.
+        // A copy, since `nobody` may have no access to the build directory. cp(1) makes it: if this process did,
+        // another test's fork(2) could inherit the file open for writing, and it could not be executed.
         let program = dir.path().join("thruwayd");
         assert!(Command::new("cp").arg(env!("CARGO_BIN_EXE_thruwayd")).arg(&program).status().unwrap().success());
         let mut command = Command::new(&program);
@@ -80,7 +81,7 @@ impl Daemon {
         }
     }
 
-    /// The process that serves: the one child, or the daemon itself if it has none.
+    /// The process that serves: the only child, or the daemon itself if it has no child.
     fn server(&self) -> u32 {
         let id = self.child.id();
         let children = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap();
@@ -101,13 +102,13 @@ impl Daemon {
         u64::from_str_radix(&self.status(set), 16).unwrap()
     }
 
-    /// Whether the server has its own namespace of this kind.
+    /// Whether the server has a namespace of its own of this kind.
     fn has_own(&self, namespace: &str) -> bool {
         let of = |process: &Path| fs::read_link(process.join("ns").join(namespace)).unwrap();
         of(&self.proc("")) != of(Path::new("/proc/self"))
     }
 
-    /// The share alone is its root, with nothing of the host around it.
+    /// Checks that the share is the server's root, and that it sees no mount of the host.
     fn assert_root_is_the_share(&self) {
         let root = self.proc("root/");
         let names: Vec<_> = fs::read_dir(&root).unwrap().map(|entry| entry.unwrap().file_name()).collect();
@@ -117,7 +118,7 @@ impl Daemon {
         assert!(!root.join("..").join(self.path("log").strip_prefix("/").unwrap()).exists());
     }
 
-    /// Mount point and options of each mount that the server sees.
+    /// The mount point and the options of each mount that the server sees.
     fn mounts(&self) -> Vec<(String, String)> {
         let text = fs::read_to_string(self.proc("mountinfo")).unwrap();
         let fields = text.lines().map(|line| line.split(' ').map(str::to_owned).collect::<Vec<_>>());
@@ -135,7 +136,7 @@ impl Daemon {
         assert_eq!((self.status("Seccomp:"), self.status("NoNewPrivs:")), ("2".into(), "1".into()));
     }
 
-    /// Whether the process is gone, or waits for its new parent to notice.
+    /// Whether the process is gone or a zombie.
     fn is_gone(process: u32) -> bool {
         let status = fs::read_to_string(format!("/proc/{process}/status")).unwrap_or_default();
         status.is_empty() || status.contains("State:\tZ")
@@ -196,7 +197,7 @@ fn namespace_as_root() {
     assert!(!is_mounted_here());
 }
 
-/// A daemon's threads share their memory, so whoever runs code in one of them runs it in all.
+/// Threads share their memory, so an attacker who runs code in one can run it in all.
 #[test]
 fn every_thread_has_the_same_few_capabilities() {
     if !needs_root() {
@@ -210,7 +211,7 @@ fn every_thread_has_the_same_few_capabilities() {
         let mut threads = 0;
         for thread in fs::read_dir(format!("/proc/{server}/task")).unwrap() {
             let path = thread.unwrap().path();
-            // One may end meanwhile.
+            // A thread may end meanwhile.
             let Ok(status) = fs::read_to_string(path.join("status")) else { continue };
             for (set, want) in [("CapEff", KEPT | DAC_READ_SEARCH), ("CapPrm", KEPT | DAC_READ_SEARCH), ("CapBnd", 0)] {
                 let line = status.lines().find(|line| line.starts_with(set)).unwrap();
@@ -224,7 +225,7 @@ fn every_thread_has_the_same_few_capabilities() {
 }
 
 #[test]
-fn the_daemon_makes_device_nodes_and_opens_none() {
+fn the_daemon_creates_device_nodes_but_cannot_open_them() {
     if !needs_root() {
         return;
     }
@@ -237,7 +238,7 @@ fn the_daemon_makes_device_nodes_and_opens_none() {
     frontend.request(1, Opcode::Mknod as u32, ROOT_ID, &body, &[], size_of::<EntryOut>()).unwrap();
     let made = fs::symlink_metadata(daemon.path("share/null")).unwrap();
     assert!(made.file_type().is_char_device());
-    // What the daemon could do, on its own mount.
+    // The daemon sees the node on its own mount, which is nodev.
     let opened = fs::File::open(daemon.proc("root").join("null"));
     assert_eq!(opened.unwrap_err().raw_os_error(), Some(libc::EACCES));
 }
@@ -289,7 +290,8 @@ fn none_as_user() {
     assert_eq!((daemon.status("Seccomp:"), daemon.capabilities("CapEff:")), ("0".into(), 0));
 }
 
-/// A directory that is mounted on itself such that it tells other namespaces of new mounts. Unmounted in the end.
+/// A directory that is mounted on itself as a shared mount, so that later mounts in it appear in other namespaces.
+/// Dropping it unmounts it.
 struct SharedMount(PathBuf);
 
 impl SharedMount {
@@ -314,7 +316,7 @@ fn mount_tmpfs(path: &Path) {
 }
 
 #[test]
-fn mounts_in_the_share_are_seen_even_later_ones() {
+fn mounts_in_the_share_appear_even_later_ones() {
     if !needs_root() {
         return;
     }
@@ -336,7 +338,7 @@ fn mounts_in_the_share_are_seen_even_later_ones() {
 }
 
 #[test]
-fn the_end_of_one_process_is_the_end_of_the_other() {
+fn when_one_process_ends_so_does_the_other() {
     if !needs_root() && !needs_user_namespaces() {
         return;
     }
@@ -352,7 +354,7 @@ fn the_end_of_one_process_is_the_end_of_the_other() {
     assert!(daemon.log().contains("killed by signal 9"), "{}", daemon.log());
 }
 
-/// What runs under the filter, in processes of their own, since a filter is for ever.
+/// Code that runs under the filter. Each runs in a process of its own, since a filter cannot be removed.
 mod filtered {
     use super::*;
 
@@ -393,7 +395,7 @@ fn run_filtered(name: &str) -> std::process::ExitStatus {
 }
 
 #[test]
-fn the_filter_lets_threads_be_and_ends_what_is_not_listed() {
+fn the_filter_allows_threads_and_kills_at_unlisted_calls() {
     assert_eq!(run_filtered("thread").code(), Some(0));
     assert_eq!(run_filtered("process").signal(), Some(libc::SIGSYS));
     assert_eq!(run_filtered("socket").signal(), Some(libc::SIGSYS));

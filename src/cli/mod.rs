@@ -167,13 +167,13 @@ pub struct Options {
     #[arg(long, value_name = "RULES")]
     pub xattrmap: Option<XattrMap>,
 
-    /// Support POSIX access control lists; needs and implies --xattr
+    /// Support POSIX access control lists (implies --xattr)
     ///
     /// auto: if the guest supports them. always: refuse a guest that does not; the same as --posix-acl without a value.
     #[arg(long, require_equals = true, num_args = 0..=1, default_value = "never", default_missing_value = "always")]
     pub posix_acl: Offer,
 
-    /// Support security labels (SELinux); needs and implies --xattr
+    /// Support security labels (SELinux) (implies --xattr)
     ///
     /// The values are those of --posix-acl.
     #[arg(long, require_equals = true, num_args = 0..=1, default_value = "never", default_missing_value = "always")]
