@@ -11,8 +11,9 @@ use rustix::fs::{
 use rustix::io::Errno;
 
 use super::PassthroughFs;
+use super::fd::{FdPath, stat};
 use super::idmap::{BadId, NO_ID};
-use super::inode::{FdPath, Inode, stat};
+use super::inode::Inode;
 use super::{cred, sys};
 use crate::fuse::abi::*;
 use crate::fuse::ops::{Attrs, Result};
@@ -214,18 +215,11 @@ impl PassthroughFs {
     }
 
     pub(super) fn host_uid(&self, uid: u32) -> Result<u32> {
-        self.config.uid_map.to_host(uid).map_err(errno)
+        self.config.uid_map.to_host(uid).map_err(BadId::errno)
     }
 
     pub(super) fn host_gid(&self, gid: u32) -> Result<u32> {
-        self.config.gid_map.to_host(gid).map_err(errno)
-    }
-}
-
-fn errno(bad: BadId) -> Errno {
-    match bad {
-        BadId::Forbidden(_) => Errno::PERM,
-        BadId::None => Errno::INVAL,
+        self.config.gid_map.to_host(gid).map_err(BadId::errno)
     }
 }
 

@@ -1,26 +1,33 @@
 //! The calling thread's identity: who creates a file, and whether set-id bits survive a write.
 //!
-//! Each worker has a working directory of its own, /proc/self/fd, so that an O_PATH descriptor has a path (its number),
-//! and a umask of its own. Both come from unshare(CLONE_FS).
+//! Each worker has a working directory and a umask of its own (unshare(CLONE_FS)). The directory is /proc/self/fd, where an
+//! O_PATH descriptor has a path: its number.
 
 use std::cell::Cell;
 use std::os::fd::BorrowedFd;
 
 use rustix::io::Errno;
-use rustix::process::{fchdir, getegid, geteuid, umask};
+use rustix::process::{Gid, Uid, fchdir, getegid, geteuid, umask};
+use rustix::thread::{
+    CapabilitySet, CapabilitySets, capabilities, set_capabilities, set_thread_groups, set_thread_res_gid,
+    set_thread_res_uid,
+};
 
-use super::sys::{self, Caps};
+use super::idmap::NO_ID;
+use super::sys;
 use crate::fuse::ops::Result;
 
-/// Capability numbers of include/uapi/linux/capability.h.
-const CAP_DAC_OVERRIDE: u64 = 1 << 1;
-const CAP_FSETID: u64 = 1 << 4;
+const NO_CAPS: CapabilitySets = CapabilitySets {
+    effective: CapabilitySet::empty(),
+    permitted: CapabilitySet::empty(),
+    inheritable: CapabilitySet::empty(),
+};
 
 thread_local! {
     static READY: Cell<bool> = const { Cell::new(false) };
     static FSETID: Cell<bool> = const { Cell::new(false) };
-    static OWN: Cell<(u32, u32)> = const { Cell::new((0, 0)) };
-    static CAPS: Cell<Caps> = const { Cell::new(Caps { effective: 0, permitted: 0, inheritable: 0 }) };
+    static OWN: Cell<(Uid, Gid)> = const { Cell::new((Uid::ROOT, Gid::ROOT)) };
+    static CAPS: Cell<CapabilitySets> = const { Cell::new(NO_CAPS) };
 }
 
 /// Prepares the calling thread. Cheap after the first call.
@@ -28,28 +35,29 @@ pub fn enter_thread(proc_self_fd: BorrowedFd) {
     if READY.get() {
         return;
     }
-    let done = sys::unshare_fs().and_then(|()| fchdir(proc_self_fd)).and_then(|()| sys::capget());
+    let done = sys::unshare_fs().and_then(|()| fchdir(proc_self_fd)).and_then(|()| capabilities(None));
     match done {
         Ok(caps) => {
             umask(rustix::fs::Mode::empty());
             CAPS.set(caps);
-            FSETID.set(caps.effective & CAP_FSETID != 0);
-            OWN.set((geteuid().as_raw(), getegid().as_raw()));
+            FSETID.set(caps.effective.contains(CapabilitySet::FSETID));
+            OWN.set((geteuid(), getegid()));
             READY.set(true);
         }
-        // Every operation by path then fails by itself; it can't act on another file.
+        // Every operation by path then fails. It cannot act on another file.
         Err(errno) => tracing::error!("a worker has no working directory of its own: {errno}"),
     }
 }
 
-/// Sets whether the thread's writes keep set-id bits. Left as it is until another operation needs it otherwise.
+/// Sets whether the thread's writes keep set-id bits. It stays so until another operation sets it.
 pub fn keep_setid(keep: bool) {
     let caps = CAPS.get();
-    if FSETID.get() == keep || caps.permitted & CAP_FSETID == 0 {
+    if FSETID.get() == keep || !caps.permitted.contains(CapabilitySet::FSETID) {
         return;
     }
-    let effective = if keep { caps.effective | CAP_FSETID } else { caps.effective & !CAP_FSETID };
-    if sys::capset(Caps { effective, ..caps }).is_ok() {
+    let mut effective = caps.effective;
+    effective.set(CapabilitySet::FSETID, keep);
+    if set_capabilities(None, CapabilitySets { effective, ..caps }).is_ok() {
         FSETID.set(keep);
     }
 }
@@ -63,32 +71,38 @@ pub struct Identity {
 }
 
 impl Identity {
-    /// Acts as `uid`, `gid` and the supplementary `group`, with `umask`. The guest has checked its user's permission by
-    /// all its groups; where it can't say which one counts (`trust`), the thread overrides the host's check. The guest's
-    /// root is whoever the daemon is: an ordinary user's daemon could be no other.
+    /// Acts as `uid`, `gid` and the supplementary `group`, with `umask`.
+    ///
+    /// The guest has checked its user's permission, with all of the user's groups. If it cannot say which group counts
+    /// (`trust`), the thread overrides the host's check. The guest's root acts as the daemon's own user, since an ordinary
+    /// user's daemon can be nobody else.
     ///
     /// # Errors
-    /// EPERM where the daemon may not act as that user.
+    /// EPERM if the daemon may not act as that user, EINVAL for [`NO_ID`].
     pub fn take(uid: u32, gid: u32, group: Option<u32>, umask_bits: u32, mut trust: bool) -> Result<Self> {
+        if [Some(uid), Some(gid), group].contains(&Some(NO_ID)) {
+            return Err(Errno::INVAL);
+        }
+        let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(gid));
         keep_setid(true);
         let (own_uid, own_gid) = OWN.get();
         let mut me = Self { uid: false, gid: false, groups: false, umask: false };
-        let (other_uid, other_gid) = (uid != own_uid && uid != 0, gid != own_gid && gid != 0);
-        if let Some(group) = group.filter(|g| *g != gid && other_uid) {
-            me.groups = sys::setgroups(&[group]).is_ok();
+        let (other_uid, other_gid) = (uid != own_uid && !uid.is_root(), gid != own_gid && !gid.is_root());
+        if let Some(group) = group.map(Gid::from_raw).filter(|g| *g != gid && other_uid) {
+            me.groups = set_thread_groups(&[group]).is_ok();
             // A user namespace may deny it.
             trust |= !me.groups;
         }
         if other_gid {
-            sys::setegid(gid)?;
+            set_egid(gid)?;
             me.gid = true;
         }
         if other_uid {
-            sys::seteuid(uid)?;
+            set_euid(uid)?;
             me.uid = true;
             let caps = CAPS.get();
-            if trust && caps.permitted & CAP_DAC_OVERRIDE != 0 {
-                sys::capset(Caps { effective: CAP_DAC_OVERRIDE, ..caps })?;
+            if trust && caps.permitted.contains(CapabilitySet::DAC_OVERRIDE) {
+                set_capabilities(None, CapabilitySets { effective: CapabilitySet::DAC_OVERRIDE, ..caps })?;
             }
         }
         if umask_bits != 0 {
@@ -102,25 +116,25 @@ impl Identity {
 impl Drop for Identity {
     fn drop(&mut self) {
         let (uid, gid) = OWN.get();
-        let undo = || -> std::result::Result<(), Errno> {
+        let undo = || -> Result<()> {
             if self.uid {
-                // Back at euid 0 the kernel makes all permitted capabilities effective; elsewhere it changes none.
-                sys::seteuid(uid)?;
+                // Back at euid 0 the kernel makes all permitted capabilities effective. For other users it changes none.
+                set_euid(uid)?;
                 let caps = CAPS.get();
-                if uid != 0 || caps.effective != caps.permitted {
-                    sys::capset(caps)?;
+                if !uid.is_root() || caps.effective != caps.permitted {
+                    set_capabilities(None, caps)?;
                 }
             }
             if self.gid {
-                sys::setegid(gid)?;
+                set_egid(gid)?;
             }
             if self.groups {
-                sys::setgroups(&[])?;
+                set_thread_groups(&[])?;
             }
             Ok(())
         };
         if let Err(errno) = undo() {
-            // To serve anybody's request as this user would be wrong in both directions.
+            // Serving other requests as this user could allow too much or too little.
             tracing::error!("cannot return to the daemon's own identity: {errno}");
             std::process::abort();
         }
@@ -128,4 +142,14 @@ impl Drop for Identity {
             umask(rustix::fs::Mode::empty());
         }
     }
+}
+
+/// Sets the calling thread's effective user id alone.
+fn set_euid(uid: Uid) -> Result<()> {
+    set_thread_res_uid(None::<Uid>, uid, None::<Uid>)
+}
+
+/// Sets the calling thread's effective group id alone.
+fn set_egid(gid: Gid) -> Result<()> {
+    set_thread_res_gid(None::<Gid>, gid, None::<Gid>)
 }

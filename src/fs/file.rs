@@ -9,8 +9,9 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 
+use super::fd::{FdPath, stat};
 use super::handle::Handle;
-use super::inode::{FdPath, Inode, stat};
+use super::inode::Inode;
 use super::{CachePolicy, PassthroughFs, cred, sys};
 use crate::fuse::abi::*;
 use crate::fuse::buf::IoRange;
@@ -176,7 +177,7 @@ impl PassthroughFs {
     pub(super) fn drop_capability(&self, fd: BorrowedFd) {
         if let Some(name) = &self.capability {
             // Most files have none.
-            let _ = sys::removexattr(FdPath::new(fd).as_cstr(), name);
+            let _ = fs::removexattr(FdPath::new(fd).as_cstr(), &**name);
         }
     }
 }

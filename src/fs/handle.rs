@@ -150,13 +150,13 @@ struct Free {
 }
 
 /// A handle in use.
-pub struct Guard<'a>(RwLockReadGuard<'a, Slot>);
+pub struct InUse<'a>(RwLockReadGuard<'a, Slot>);
 
-impl std::ops::Deref for Guard<'_> {
+impl std::ops::Deref for InUse<'_> {
     type Target = Handle;
 
     fn deref(&self) -> &Handle {
-        self.0.handle.as_ref().unwrap_or_else(|| unreachable!("a guard is made of a full slot"))
+        self.0.handle.as_ref().unwrap_or_else(|| unreachable!("only a full slot is in use"))
     }
 }
 
@@ -205,10 +205,10 @@ impl Handles {
     ///
     /// # Errors
     /// EBADF where there is none.
-    pub fn get(&self, node: u64, fh: u64) -> Result<Guard<'_>> {
+    pub fn get(&self, node: u64, fh: u64) -> Result<InUse<'_>> {
         let slot = self.slot(fh as u32).ok_or(Errno::BADF)?.read_recursive();
         match &slot.handle {
-            Some(handle) if handle.node == node && slot.generation == (fh >> 32) as u32 => Ok(Guard(slot)),
+            Some(handle) if handle.node == node && slot.generation == (fh >> 32) as u32 => Ok(InUse(slot)),
             None if slot.lost == Some(node) && slot.generation == (fh >> 32) as u32 => Err(Errno::IO),
             _ => Err(Errno::BADF),
         }

@@ -2,6 +2,7 @@
 
 use std::str::FromStr;
 
+use rustix::io::Errno;
 use thiserror::Error;
 
 /// It is no user and no group: chown(2) and setresuid(2) read it as "leave the id as it is". No range may hold it.
@@ -14,6 +15,16 @@ pub enum BadId {
     Forbidden(u32),
     #[error("{NO_ID} is no id")]
     None,
+}
+
+impl BadId {
+    /// What the guest gets.
+    pub fn errno(self) -> Errno {
+        match self {
+            Self::Forbidden(_) => Errno::PERM,
+            Self::None => Errno::INVAL,
+        }
+    }
 }
 
 /// What is wrong with a translation rule, in one line.

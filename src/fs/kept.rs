@@ -1,6 +1,7 @@
-//! Descriptors that are kept while they are used: O_PATH ones of inodes that are held by file handle, which takes longer
-//! to open than most of what is then done, and those that the guest opened for reading and has closed, since a build, for
-//! one, opens the same headers again and again.
+//! Descriptors that stay open while they are used.
+//!
+//! Opening a file by its handle takes longer than most of what is then done with it. A build opens the same headers for
+//! reading again and again. So an inode may keep an O_PATH descriptor, or one that the guest opened for reading and closed.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
@@ -10,42 +11,50 @@ use std::time::Duration;
 use parking_lot::{Condvar, Mutex};
 use rustix::process::{Resource, getrlimit};
 
-use super::inode::Inode;
-
-/// Most descriptors: of the files that a build or a listing comes back to within a second. Each costs the kernel some 300
-/// bytes; what does not find room is opened by its handle each time.
+/// Most descriptors that are kept. A build or a listing comes back to about as many files within a second. Each costs the
+/// kernel some 300 bytes.
 const MOST: usize = 4096;
 
-/// The part of what the process may open that they may be: the rest is for what the guest has open.
+/// At most this part of what the process may open is kept: a quarter. The rest is for what the guest has open.
 const SHARE: u64 = 4;
 
-/// One that was not used for so long is closed, at the latest after twice as long: it would keep a file that the host has
+/// A descriptor is closed when it was not used for one to two of these. An open descriptor keeps a file that the host has
 /// removed on its disk.
 const UNUSED: Duration = Duration::from_secs(1);
 
-/// The inodes that keep a descriptor.
-#[derive(Default)]
-pub struct Kept {
-    state: Mutex<State>,
-    come: Condvar,
+/// Keeps a descriptor.
+pub trait Keeper: Send + Sync + 'static {
+    /// Closes the descriptor if it was not used since the last call. Whether it may still be open.
+    fn close_unused(&self) -> bool;
+}
+
+/// Those that keep a descriptor, and a thread that closes what is not used.
+pub struct Kept<T> {
+    state: Mutex<State<T>>,
+    /// There is a keeper, or it is over.
+    changed: Condvar,
     count: AtomicUsize,
     most: usize,
 }
 
-#[derive(Default)]
-struct State {
-    inodes: Vec<Weak<Inode>>,
+struct State<T> {
+    keepers: Vec<Weak<T>>,
     over: bool,
 }
 
-impl Kept {
-    /// Starts the thread that closes what is not used. It sleeps while there is nothing.
+impl<T: Keeper> Kept<T> {
+    /// Starts the thread. It sleeps while nothing is kept.
     pub fn start() -> Arc<Self> {
         let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX) / SHARE;
-        let kept = Arc::new(Self { most: MOST.min(limit as usize), ..Self::default() });
+        let kept = Arc::new(Self {
+            state: Mutex::new(State { keepers: Vec::new(), over: false }),
+            changed: Condvar::new(),
+            count: AtomicUsize::new(0),
+            most: MOST.min(limit as usize),
+        });
         let thread = thread::Builder::new().name("thruway-sweep".into());
         let swept = kept.clone();
-        if let Err(e) = thread.spawn(move || swept.sweep_on()) {
+        if let Err(e) = thread.spawn(move || swept.run()) {
             tracing::warn!("files are opened by handle each time: {e}");
             kept.end();
         }
@@ -55,38 +64,38 @@ impl Kept {
     /// Ends the thread.
     pub fn end(&self) {
         self.state.lock().over = true;
-        self.come.notify_all();
+        self.changed.notify_all();
     }
 
-    /// Takes note of an inode that is about to keep a descriptor. False: it must not.
-    pub fn add(&self, inode: &Arc<Inode>) -> bool {
+    /// Adds one that is about to keep a descriptor. False: it must not.
+    pub fn add(&self, keeper: &Arc<T>) -> bool {
         if self.count.load(Ordering::Relaxed) >= self.most {
             return false;
         }
         let mut state = self.state.lock();
         if !state.over {
             self.count.fetch_add(1, Ordering::Relaxed);
-            state.inodes.push(Arc::downgrade(inode));
-            self.come.notify_all();
+            state.keepers.push(Arc::downgrade(keeper));
+            self.changed.notify_all();
         }
         !state.over
     }
 
-    /// Closes what was not used since the last time.
+    /// Closes what was not used since the last sweep.
     pub fn sweep(&self) {
-        let mut inodes = std::mem::take(&mut self.state.lock().inodes);
-        let before = inodes.len();
-        inodes.retain(|inode| inode.upgrade().is_some_and(|inode| inode.keeps_on()));
-        self.count.fetch_sub(before - inodes.len(), Ordering::Relaxed);
-        self.state.lock().inodes.append(&mut inodes);
+        let mut keepers = std::mem::take(&mut self.state.lock().keepers);
+        let before = keepers.len();
+        keepers.retain(|keeper| keeper.upgrade().is_some_and(|keeper| keeper.close_unused()));
+        self.count.fetch_sub(before - keepers.len(), Ordering::Relaxed);
+        self.state.lock().keepers.append(&mut keepers);
     }
 
-    fn sweep_on(&self) {
+    fn run(&self) {
         loop {
             {
                 let mut state = self.state.lock();
-                while state.inodes.is_empty() && !state.over {
-                    self.come.wait(&mut state);
+                while state.keepers.is_empty() && !state.over {
+                    self.changed.wait(&mut state);
                 }
                 if state.over {
                     return;

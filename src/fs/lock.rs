@@ -12,9 +12,10 @@ use dashmap::mapref::entry::Entry;
 use parking_lot::Mutex;
 use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
+use rustix::thread::{Pid, gettid};
 
+use super::fd::reopen;
 use super::handle::Handle;
-use super::inode::reopen;
 use super::{PassthroughFs, sys};
 use crate::fuse::abi::*;
 use crate::fuse::ops::{LockWait, Locks as LockOps, Result};
@@ -194,9 +195,9 @@ impl Locks {
             waiter.interrupted.store(true, Ordering::SeqCst);
             // The signal is lost if it comes before the thread is in its system call.
             while self.waiting.contains_key(&unique) {
-                let tid = waiter.tid.load(Ordering::SeqCst);
-                // It looks for the interruption once it has told its number.
-                if tid == 0 || sys::interrupt(tid).is_err() {
+                let thread = Pid::from_raw(waiter.tid.load(Ordering::SeqCst));
+                // The thread stores its id first, and then looks at `interrupted`.
+                if thread.is_none_or(|thread| sys::interrupt(thread).is_err()) {
                     return;
                 }
                 std::thread::sleep(sys::INTERRUPT_AGAIN);
@@ -226,7 +227,7 @@ impl Locks {
         let registered = Registered { unique, waiting: self.waiting.clone() };
         Ok(Box::new(move || {
             let _registered = registered;
-            waiter.tid.store(sys::gettid(), Ordering::SeqCst);
+            waiter.tid.store(gettid().as_raw_nonzero().get(), Ordering::SeqCst);
             loop {
                 if waiter.interrupted.load(Ordering::SeqCst) {
                     return Err(Errno::INTR);

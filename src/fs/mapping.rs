@@ -8,8 +8,8 @@ use rustix::io::Errno;
 
 use super::PassthroughFs;
 use super::cred;
-use super::file_handle::Handles;
-use super::inode::{Inode, stat};
+use super::fd::stat;
+use super::inode::{Inode, Places};
 use crate::fuse::abi::*;
 use crate::fuse::ops::{Handover, Mappings, Result, Served};
 use crate::window::{Facts, Passthrough, Source, Window};
@@ -198,7 +198,7 @@ impl Mappings for PassthroughFs {
 /// Opens an inode's file from the mapper's thread.
 struct Opener {
     inode: Arc<Inode>,
-    places: Arc<Handles>,
+    places: Arc<Places>,
     proc_self_fd: Arc<OwnedFd>,
     readonly: bool,
 }

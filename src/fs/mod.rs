@@ -1,21 +1,23 @@
 //! The passthrough file system: a host directory tree served to a guest. Knows no virtqueue.
 
 mod attr;
+mod config;
 mod cred;
 mod dir;
+mod fd;
 mod file;
 mod file_handle;
 mod handle;
 mod host;
 pub mod idmap;
 mod inode;
+mod inodes;
 mod kept;
 mod lock;
 mod mapping;
+mod migration;
 mod name;
 mod path;
-mod state;
-mod stream;
 mod sys;
 #[cfg(test)]
 mod tests;
@@ -25,7 +27,7 @@ pub mod xattrmap;
 /// For fuzz/.
 #[cfg(fuzzing)]
 pub mod doors {
-    pub use super::stream::{Location, State};
+    pub use super::migration::format::{Location, State};
 }
 
 use std::ffi::CString;
@@ -40,132 +42,13 @@ use rustix::io::Errno;
 
 use crate::fuse::abi::InitFlags;
 use crate::fuse::ops::{Control, Result, Session};
-use crate::limits;
 use crate::window::{self, Window};
+pub use config::{CachePolicy, Config, FileHandles, Migration, MigrationMode, MigrationOnError, Offer};
 use handle::{Handles, Listings};
 use host::Hosts;
-use idmap::IdMap;
-use inode::Inodes;
+use inode::Places;
+use inodes::Inodes;
 use lock::Locks;
-use xattrmap::XattrMap;
-
-/// How long the guest may trust what it has cached (`--cache`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum CachePolicy {
-    Auto,
-    Always,
-    Metadata,
-    Never,
-}
-
-/// When inodes are held by file handle rather than by O_PATH descriptor (`--inode-file-handles`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum FileHandles {
-    Never,
-    Prefer,
-    Mandatory,
-}
-
-/// Whether a feature is offered to the guest (`--posix-acl`, `--security-label`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Offer {
-    Never,
-    Auto,
-    Always,
-}
-
-/// How a migration's source says which file an inode is (`--migration-mode`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum MigrationMode {
-    FindPaths,
-    FileHandles,
-}
-
-/// What a migration's target does about a file that it cannot find (`--migration-on-error`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum MigrationOnError {
-    Abort,
-    GuestError,
-}
-
-/// How a session moves to another daemon.
-#[derive(Clone, Copy, Debug)]
-pub struct Migration {
-    pub mode: MigrationMode,
-    pub on_error: MigrationOnError,
-    /// `--migration-verify-handles`
-    pub verify_handles: bool,
-    /// `--migration-confirm-paths`
-    pub confirm_paths: bool,
-    /// As a target, open what the source names by file handle. Such a handle can name any file of the file system, in the
-    /// share or not.
-    pub trust_handles: bool,
-}
-
-/// What the file system is asked to do, as the command line says it.
-#[derive(Clone, Debug)]
-pub struct Config {
-    pub cache: CachePolicy,
-    pub writeback: bool,
-    pub allow_direct_io: bool,
-    pub allow_mmap: bool,
-    pub killpriv_v2: bool,
-    pub readdirplus: bool,
-    pub xattr: bool,
-    pub posix_acl: Offer,
-    pub security_label: Offer,
-    pub announce_submounts: bool,
-    pub inode_file_handles: FileHandles,
-    pub preserve_noatime: bool,
-    pub readonly: bool,
-    pub posix_lock: bool,
-    pub flock: bool,
-    pub uid_map: IdMap,
-    pub gid_map: IdMap,
-    pub xattrmap: Option<XattrMap>,
-    pub migration: Migration,
-    /// Most inodes that the guest may know.
-    pub max_inodes: usize,
-    /// Smallest file that the guest is told to map (`--dax-min-size`), in bytes.
-    pub dax_min_size: u64,
-    /// Smallest file that is passed through (`--passthrough-min-size`), in bytes.
-    pub passthrough_min_size: u64,
-}
-
-impl Default for Config {
-    fn default() -> Self {
-        Self {
-            cache: CachePolicy::Auto,
-            writeback: false,
-            allow_direct_io: false,
-            allow_mmap: false,
-            killpriv_v2: false,
-            readdirplus: true,
-            xattr: false,
-            posix_acl: Offer::Never,
-            security_label: Offer::Never,
-            announce_submounts: true,
-            inode_file_handles: FileHandles::Never,
-            preserve_noatime: false,
-            readonly: false,
-            posix_lock: false,
-            flock: false,
-            uid_map: IdMap::default(),
-            gid_map: IdMap::default(),
-            xattrmap: None,
-            migration: Migration {
-                mode: MigrationMode::FindPaths,
-                on_error: MigrationOnError::Abort,
-                verify_handles: false,
-                confirm_paths: false,
-                trust_handles: false,
-            },
-            max_inodes: limits::INODES,
-            dax_min_size: 0,
-            passthrough_min_size: 0,
-        }
-    }
-}
 
 /// A served directory.
 pub struct PassthroughFs {
@@ -175,7 +58,7 @@ pub struct PassthroughFs {
     timeout: Duration,
     inodes: Inodes,
     handles: Handles,
-    places: Arc<file_handle::Handles>,
+    places: Arc<Places>,
     locks: Locks,
     listings: Arc<Listings>,
     hosts: Hosts,
@@ -191,12 +74,12 @@ impl PassthroughFs {
     ///
     /// # Errors
     /// EOPNOTSUPP or EPERM where file handles are mandatory and cannot be had.
-    pub fn new(root: OwnedFd, proc_self_fd: OwnedFd, mut config: Config) -> std::io::Result<Self> {
+    pub fn new(root: OwnedFd, proc_self_fd: OwnedFd, mut config: Config) -> io::Result<Self> {
         cred::enter_thread(proc_self_fd.as_fd());
         sys::catch_interrupt()?;
         if config.inode_file_handles != FileHandles::Never {
-            // The root stays a descriptor; this is to see whether handles work at all.
-            let tried = file_handle::Handles::new(FileHandles::Mandatory).handle(root.as_fd());
+            // The root stays a descriptor. This finds out whether handles work at all.
+            let tried = file_handle::Mounts::default().handle(root.as_fd());
             match (tried, config.inode_file_handles) {
                 (Err(errno), FileHandles::Mandatory) => return Err(errno.into()),
                 (Err(errno), _) => {
@@ -220,7 +103,7 @@ impl PassthroughFs {
             timeout,
             inodes: Inodes::new(root, config.max_inodes)?,
             handles: Handles::new(),
-            places: Arc::new(file_handle::Handles::new(config.inode_file_handles)),
+            places: Arc::new(Places::new(config.inode_file_handles)),
             locks: Locks::default(),
             listings: Arc::default(),
             hosts: Hosts::default(),
@@ -354,7 +237,7 @@ impl Control for PassthroughFs {
 }
 
 /// Opens /proc/self/fd, for tests and for a daemon without a sandbox.
-pub fn proc_self_fd() -> std::io::Result<OwnedFd> {
+pub fn proc_self_fd() -> io::Result<OwnedFd> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     Ok(rustix::fs::open("/proc/self/fd", flags, rustix::fs::Mode::empty())?)
 }

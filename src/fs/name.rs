@@ -13,7 +13,9 @@ use rustix::io::Errno;
 use super::PassthroughFs;
 use super::attr::decode_rdev;
 use super::cred::Identity;
-use super::inode::{FdPath, Inode, Place, open_path, stat};
+use super::fd::{FdPath, open_path, stat};
+use super::inode::{Inode, Place};
+use super::path::is_name;
 use crate::fuse::abi::*;
 use crate::fuse::ops::{Creator, Names, Result};
 
@@ -23,15 +25,6 @@ const PATH_MAX: usize = 4096;
 /// What Linux asks of a rename.
 const RENAMES: RenameFlags = RenameFlags::NOREPLACE.union(RenameFlags::EXCHANGE).union(RenameFlags::WHITEOUT);
 
-/// A name must stand for an entry of its directory: anything else could leave the shared directory.
-fn check(name: &CStr) -> Result<()> {
-    match name.to_bytes() {
-        b"" | b"." | b".." => Err(Errno::INVAL),
-        name if name.contains(&b'/') => Err(Errno::INVAL),
-        _ => Ok(()),
-    }
-}
-
 impl PassthroughFs {
     /// Runs `f` with the directory `parent`, in which `name` is to be something.
     pub(super) fn within<R>(
@@ -40,7 +33,10 @@ impl PassthroughFs {
         name: &CStr,
         f: impl FnOnce(&Arc<Inode>, BorrowedFd) -> Result<R>,
     ) -> Result<R> {
-        check(name)?;
+        if !is_name(name.to_bytes()) {
+            // It could leave the shared directory.
+            return Err(Errno::INVAL);
+        }
         let parent = self.inodes.get(parent)?;
         parent.with_fd(&self.places, |dir| f(&parent, dir))
     }

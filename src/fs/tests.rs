@@ -14,7 +14,9 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use tempfile::TempDir;
 
-use super::{Config, FileHandles, IdMap, InitFlags, Offer, OwnedFd, PassthroughFs, XattrMap, proc_self_fd};
+use super::idmap::IdMap;
+use super::xattrmap::XattrMap;
+use super::{Config, FileHandles, InitFlags, Offer, OwnedFd, PassthroughFs, proc_self_fd};
 use crate::fuse::abi::*;
 use crate::fuse::buf::IoVecs;
 use crate::fuse::ops::*;

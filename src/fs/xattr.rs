@@ -3,16 +3,34 @@
 use std::borrow::Cow;
 use std::ffi::CStr;
 
+use rustix::fs::{XattrFlags, getxattr, getxattr_query, listxattr, listxattr_query, removexattr, setxattr};
 use rustix::io::Errno;
 
-use super::inode::FdPath;
-use super::{PassthroughFs, cred, sys};
+use super::fd::FdPath;
+use super::{PassthroughFs, cred};
 use crate::fuse::abi::InitFlags;
 use crate::fuse::ops::{Result, Xattrs};
 
-/// XATTR_LIST_MAX and XATTR_SIZE_MAX of include/uapi/linux/limits.h: the longest list of names and the longest value, in
-/// bytes. A guest that asks for more gets no larger buffer.
+/// The longest list of names and the longest value in bytes: XATTR_LIST_MAX and XATTR_SIZE_MAX of
+/// include/uapi/linux/limits.h. A guest that asks for more gets no larger buffer.
 const LONGEST: usize = 64 << 10;
+
+/// Lets `read` fill `to`, at most `size` bytes.
+fn fill(to: &mut Vec<u8>, size: usize, read: impl FnOnce(&mut [u8]) -> Result<usize>) -> Result<usize> {
+    to.clear();
+    to.resize(size.min(LONGEST), 0);
+    let read = read(to);
+    to.truncate(*read.as_ref().unwrap_or(&0));
+    read
+}
+
+/// The names of attributes; a `size` of 0 asks for the length alone.
+fn list(path: &CStr, to: &mut Vec<u8>, size: usize) -> Result<usize> {
+    match size {
+        0 => listxattr_query(path),
+        _ => fill(to, size, |to| listxattr(path, to)),
+    }
+}
 
 impl PassthroughFs {
     /// The host's name for the guest's.
@@ -37,7 +55,7 @@ impl PassthroughFs {
     /// Gives a new file its security label.
     pub(super) fn label(&self, node: u64, name: &CStr, value: &[u8]) -> Result<()> {
         let name = self.xattr_name(name)?;
-        self.with_path(node, |path| sys::setxattr(path, &name, value, 0))
+        self.with_path(node, |path| setxattr(path, &*name, value, XattrFlags::empty()))
     }
 }
 
@@ -46,16 +64,20 @@ impl Xattrs for PassthroughFs {
         let name = self.xattr_name(name)?;
         self.writable()?;
         cred::keep_setid(!kill_sgid);
-        self.with_path(node, |path| sys::setxattr(path, &name, value, flags))
+        let flags = XattrFlags::from_bits_retain(flags);
+        self.with_path(node, |path| setxattr(path, &*name, value, flags))
     }
 
     fn getxattr(&self, node: u64, name: &CStr, size: usize, to: &mut Vec<u8>) -> Result<usize> {
         let name = match self.xattr_name(name) {
-            // A hidden attribute is one that is not there.
+            // A hidden attribute does not exist for the guest.
             Err(Errno::PERM) => return Err(Errno::NODATA),
             name => name?,
         };
-        self.with_path(node, |path| sys::getxattr(path, &name, to, size.min(LONGEST)))
+        self.with_path(node, |path| match size {
+            0 => getxattr_query(path, &*name),
+            _ => fill(to, size, |to| getxattr(path, &*name, to)),
+        })
     }
 
     fn listxattr(&self, node: u64, size: usize, to: &mut Vec<u8>) -> Result<usize> {
@@ -63,10 +85,10 @@ impl Xattrs for PassthroughFs {
             return Err(Errno::NOSYS);
         }
         let Some(map) = &self.config.xattrmap else {
-            return self.with_path(node, |path| sys::listxattr(path, to, size.min(LONGEST)));
+            return self.with_path(node, |path| list(path, to, size));
         };
         let mut host = Vec::new();
-        self.with_path(node, |path| sys::listxattr(path, &mut host, LONGEST))?;
+        self.with_path(node, |path| list(path, &mut host, LONGEST))?;
         to.clear();
         for name in host.split(|b| *b == 0).filter(|name| !name.is_empty()) {
             if let Some(name) = map.to_guest(name) {
@@ -86,6 +108,6 @@ impl Xattrs for PassthroughFs {
     fn removexattr(&self, node: u64, name: &CStr) -> Result<()> {
         let name = self.xattr_name(name)?;
         self.writable()?;
-        self.with_path(node, |path| sys::removexattr(path, &name))
+        self.with_path(node, |path| removexattr(path, &*name))
     }
 }

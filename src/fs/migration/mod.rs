@@ -1,5 +1,10 @@
 //! A session that moves to another daemon: every inode and handle, with the same nodeids and `fh`s. Locks stay behind.
 
+mod find;
+pub mod format;
+#[cfg(test)]
+mod tests;
+
 use std::collections::HashMap;
 use std::ffi::CString;
 use std::io;
@@ -9,14 +14,16 @@ use std::sync::Arc;
 use rustix::fs::{OFlags, Statx, fcntl_getfl, fstatfs};
 use rustix::io::Errno;
 
-use super::file_handle::{open_raw, raw_handle};
+use super::fd::{open_path, reopen, stat};
 use super::handle::Handle;
-use super::inode::{Inode, Place, open_path, reopen, stat};
-use super::path::{Finder, open_beneath};
-use super::stream::{HandleState, InodeState, Location, MountState, RawState, State};
+use super::inode::{Inode, Place};
+use super::path::open_beneath;
+use super::sys::{RawHandle, name_to_handle, open_by_handle};
 use super::{MigrationMode, MigrationOnError, PassthroughFs};
 use crate::fuse::abi::{InitFlags, ROOT_ID};
 use crate::fuse::ops::{Control, Result};
+use find::Finder;
+use format::{HandleState, InodeState, Location, MountState, State};
 
 /// What a session's open files keep of their flags. Creation and truncation were done when they were opened.
 const KEPT: OFlags = OFlags::ACCMODE.union(OFlags::DSYNC).union(OFlags::SYNC).union(OFlags::LARGEFILE);
@@ -182,8 +189,8 @@ impl Saver<'_> {
     }
 
     /// The inode's handle. It opens an entry that was not needed yet, but does not keep it open.
-    fn raw(&self, inode: &Arc<Inode>) -> Result<RawState> {
-        let raw = |fd: BorrowedFd| Ok(raw_handle(fd)?.0);
+    fn raw(&self, inode: &Arc<Inode>) -> Result<RawHandle> {
+        let raw = |fd: BorrowedFd| Ok(name_to_handle(fd)?.0);
         let Some((parent, name)) = inode.lazy() else { return inode.with_fd(&self.fs.places, raw) };
         let fd = parent.with_fd(&self.fs.places, |dir| open_path(dir, &name))?;
         if inode.is_of(&stat(fd.as_fd(), c"")?) { raw(fd.as_fd()) } else { Err(Errno::STALE) }
@@ -192,8 +199,8 @@ impl Saver<'_> {
     /// Adds the mount on which the inode is.
     fn mount(&mut self, inode: &Arc<Inode>) -> Result<u32> {
         let path = self.mount_path(inode)?;
-        let fd = open_beneath(self.root, &path)?;
-        let (root, _) = raw_handle(fd.as_fd())?;
+        let fd = open_beneath(self.root, &path, OFlags::PATH)?;
+        let (root, _) = name_to_handle(fd.as_fd())?;
         self.mounts.push(MountState { path, kind: fstatfs(&fd)?.f_type as u64, root });
         Ok(self.mounts.len() as u32 - 1)
     }
@@ -201,7 +208,7 @@ impl Saver<'_> {
     /// The shortest path that leads from the share's root to the inode's mount. The inode itself may have no name left.
     fn mount_path(&self, inode: &Arc<Inode>) -> Result<Vec<u8>> {
         let is_there = |path: &[u8]| {
-            let st = open_beneath(self.root, path).and_then(|fd| stat(fd.as_fd(), c""));
+            let st = open_beneath(self.root, path, OFlags::PATH).and_then(|fd| stat(fd.as_fd(), c""));
             st.is_ok_and(|st| st.stx_mnt_id == inode.key.mount)
         };
         if is_there(b"") {
@@ -311,11 +318,13 @@ impl<'a> Loader<'a> {
 
     fn find(&self, inode: &InodeState) -> Result<(Statx, Place)> {
         let fd = match &inode.location {
-            Location::Path(path) => self.root.with_fd(&self.fs.places, |root| open_beneath(root, path))?,
+            Location::Path(path) => {
+                self.root.with_fd(&self.fs.places, |root| open_beneath(root, path, OFlags::PATH))?
+            }
             Location::Entry { parent, name } => return self.find_entry(inode, *parent, name),
             Location::Handle(mount, raw) => {
                 let mount = self.mounts.get(*mount as usize).ok_or(Errno::INVAL)?;
-                open_raw(mount.as_ref().map_err(|errno| *errno)?.as_fd(), raw, OFlags::PATH)?
+                open_by_handle(mount.as_ref().map_err(|errno| *errno)?.as_fd(), raw, OFlags::PATH.bits() as i32)?
             }
             Location::Lost(errno) => return Err(*errno),
             Location::Root => return Err(Errno::INVAL),
@@ -374,13 +383,13 @@ impl<'a> Loader<'a> {
 
 /// Opens the mount that the source named, if it is the same.
 fn open_mount(root: BorrowedFd, mount: &MountState) -> Result<OwnedFd> {
-    let fd = open_beneath(root, &mount.path)?;
+    let fd = open_beneath(root, &mount.path, OFlags::PATH)?;
     // A mount is that of a directory or a file. To open anything else could block or act.
     let format = u32::from(stat(fd.as_fd(), c"")?.stx_mode) & libc::S_IFMT;
     if !matches!(format, libc::S_IFDIR | libc::S_IFREG) {
         return Err(Errno::STALE);
     }
-    if fstatfs(&fd)?.f_type as u64 != mount.kind || raw_handle(fd.as_fd())?.0 != mount.root {
+    if fstatfs(&fd)?.f_type as u64 != mount.kind || name_to_handle(fd.as_fd())?.0 != mount.root {
         return Err(Errno::STALE);
     }
     reopen(fd.as_fd(), OFlags::RDONLY)
@@ -390,7 +399,7 @@ fn open_mount(root: BorrowedFd, mount: &MountState) -> Result<OwnedFd> {
 fn verify(fd: BorrowedFd, inode: &InodeState) -> Result<Statx> {
     let st = check_format(stat(fd, c"")?, inode)?;
     match &inode.verify {
-        Some(raw) if raw_handle(fd)?.0 != *raw => Err(Errno::STALE),
+        Some(raw) if name_to_handle(fd)?.0 != *raw => Err(Errno::STALE),
         _ => Ok(st),
     }
 }
@@ -398,6 +407,3 @@ fn verify(fd: BorrowedFd, inode: &InodeState) -> Result<Statx> {
 fn check_format(st: Statx, inode: &InodeState) -> Result<Statx> {
     if u32::from(st.stx_mode) & libc::S_IFMT == inode.format { Ok(st) } else { Err(Errno::STALE) }
 }
-
-#[cfg(test)]
-mod tests;

@@ -11,9 +11,9 @@ use rustix::io::Errno;
 use rustix::mount::{MountFlags, UnmountFlags, mount, mount_move, unmount};
 use tempfile::TempDir;
 
-use super::super::stream::{HandleState, Location, State};
-use super::super::tests::List;
-use super::super::{Config, FileHandles, Migration, MigrationMode, MigrationOnError, PassthroughFs, proc_self_fd};
+use super::format::{HandleState, Location, State};
+use crate::fs::tests::List;
+use crate::fs::{Config, FileHandles, Migration, MigrationMode, MigrationOnError, PassthroughFs, proc_self_fd};
 use crate::fuse::abi::*;
 use crate::fuse::buf::IoVecs;
 use crate::fuse::ops::*;

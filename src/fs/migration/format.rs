@@ -7,8 +7,8 @@ use std::fmt::{self, Display};
 
 use rustix::io::Errno;
 
-use super::path::{is_name, is_path};
-use super::sys::MAX_HANDLE;
+use crate::fs::path::{MAX_NAME, is_name, is_path};
+use crate::fs::sys::{MAX_HANDLE, RawHandle};
 
 /// What a reader is told of bytes that are no state.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
@@ -41,14 +41,7 @@ pub struct MountState {
     pub path: Vec<u8>,
     /// statfs(2)'s f_type.
     pub kind: u64,
-    pub root: RawState,
-}
-
-/// A file handle.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RawState {
-    pub kind: i32,
-    pub data: Box<[u8]>,
+    pub root: RawHandle,
 }
 
 /// An inode.
@@ -60,7 +53,7 @@ pub struct InodeState {
     pub format: u32,
     pub location: Location,
     /// What its file's handle must be (`--migration-verify-handles`).
-    pub verify: Option<RawState>,
+    pub verify: Option<RawHandle>,
 }
 
 /// Where an inode's file is.
@@ -73,7 +66,7 @@ pub enum Location {
     /// An entry of a directory, which is not to be opened before it is needed.
     Entry { parent: u64, name: Vec<u8> },
     /// On a mount, by its index.
-    Handle(u32, RawState),
+    Handle(u32, RawHandle),
     /// The source does not know.
     Lost(Errno),
 }
@@ -169,7 +162,7 @@ impl Writer {
         self.0.extend(bytes);
     }
 
-    fn raw(&mut self, raw: &RawState) {
+    fn raw(&mut self, raw: &RawHandle) {
         self.u32(raw.kind as u32);
         self.bytes(&raw.data);
     }
@@ -274,10 +267,10 @@ impl<'a> Reader<'a> {
         if is_path(path) { Ok(path.into()) } else { Err(Damaged("a path that could leave the share")) }
     }
 
-    fn raw(&mut self) -> Result<RawState> {
+    fn raw(&mut self) -> Result<RawHandle> {
         let kind = self.u32()? as i32;
         match self.bytes()? {
-            data if data.len() <= MAX_HANDLE => Ok(RawState { kind, data: data.into() }),
+            data if data.len() <= MAX_HANDLE => Ok(RawHandle { kind, data: data.into() }),
             _ => Err(Damaged("a file handle that is too long")),
         }
     }
@@ -296,7 +289,7 @@ impl<'a> Reader<'a> {
             PATH => Ok(Location::Path(self.path()?)),
             ENTRY => {
                 let (parent, name) = (self.u64()?, self.bytes()?);
-                if !is_name(name) {
+                if !is_name(name) || name.len() > MAX_NAME {
                     return Err(Damaged("a name that could leave its directory"));
                 }
                 Ok(Location::Entry { parent, name: name.into() })
@@ -331,8 +324,8 @@ impl<'a> Reader<'a> {
 mod tests {
     use super::*;
 
-    fn raw(n: u8) -> RawState {
-        RawState { kind: n.into(), data: vec![n; 12].into() }
+    fn raw(n: u8) -> RawHandle {
+        RawHandle { kind: n.into(), data: vec![n; 12].into() }
     }
 
     fn state() -> State {

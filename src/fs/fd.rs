@@ -1,0 +1,94 @@
+//! What a descriptor tells of its file, and how to open the file again.
+
+use std::ffi::CStr;
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, Statx, StatxFlags, makedev, openat, statx};
+
+use crate::fuse::ops::Result;
+
+/// Identity of a host file among those that exist now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Key {
+    pub dev: u64,
+    pub ino: u64,
+    /// The guest sees the same file through another mount as another inode: a submount's root must be one.
+    pub mount: u64,
+}
+
+/// Tells two files apart that have the same [`Key`], one after the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Birth {
+    /// Time of birth; 0 if the file system keeps none.
+    pub sec: i64,
+    pub nsec: u32,
+    /// S_IFMT bits.
+    pub format: u32,
+}
+
+/// The identity of the file that `st` is of.
+pub fn identity(st: &Statx) -> (Key, Birth) {
+    let known = st.stx_mask & StatxFlags::BTIME.bits() != 0;
+    let (sec, nsec) = if known { (st.stx_btime.tv_sec, st.stx_btime.tv_nsec) } else { (0, 0) };
+    let key = Key { dev: makedev(st.stx_dev_major, st.stx_dev_minor), ino: st.stx_ino, mount: st.stx_mnt_id };
+    (key, Birth { sec, nsec, format: u32::from(st.stx_mode) & libc::S_IFMT })
+}
+
+/// Attributes of `name` in `dir` or, with an empty name, of `dir` itself. They suffice for an entry.
+pub fn stat(dir: BorrowedFd, name: &CStr) -> Result<Statx> {
+    let mut flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
+    if name.is_empty() {
+        flags |= AtFlags::EMPTY_PATH;
+    }
+    statx(dir, name, flags, StatxFlags::BASIC_STATS | StatxFlags::BTIME | StatxFlags::MNT_ID)
+}
+
+/// Opens `name` in `dir` as an O_PATH descriptor. Follows no symbolic link.
+pub fn open_path(dir: BorrowedFd, name: &CStr) -> Result<OwnedFd> {
+    openat(dir, name, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())
+}
+
+/// Opens the file of a descriptor again, which may be O_PATH.
+pub fn reopen(fd: BorrowedFd, flags: OFlags) -> Result<OwnedFd> {
+    openat(CWD, FdPath::new(fd).as_cstr(), flags | OFlags::CLOEXEC, Mode::empty())
+}
+
+/// The path of a descriptor, relative to the workers' directory, /proc/self/fd.
+pub struct FdPath([u8; Self::LEN]);
+
+impl FdPath {
+    /// Digits of the largest descriptor and a NUL.
+    const LEN: usize = 11;
+
+    pub fn new(fd: BorrowedFd) -> Self {
+        let (mut path, mut at, mut rest) = ([0; Self::LEN], Self::LEN - 1, fd.as_raw_fd().unsigned_abs());
+        loop {
+            at -= 1;
+            path[at] = b'0' + (rest % 10) as u8;
+            rest /= 10;
+            if rest == 0 {
+                break;
+            }
+        }
+        path.rotate_left(at);
+        Self(path)
+    }
+
+    pub fn as_cstr(&self) -> &CStr {
+        CStr::from_bytes_until_nul(&self.0).unwrap_or_default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn descriptor_paths() {
+        for n in [0, 7, 10, 1234567, i32::MAX] {
+            // SAFETY: the number is only printed.
+            let path = FdPath::new(unsafe { BorrowedFd::borrow_raw(n) });
+            assert_eq!(path.as_cstr().to_str().unwrap(), n.to_string());
+        }
+    }
+}

@@ -1,0 +1,221 @@
+//! Inodes by nodeid and by host identity.
+
+use std::ffi::CStr;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+
+use dashmap::DashMap;
+use dashmap::mapref::entry::Entry;
+use rustix::fs::Statx;
+use rustix::io::Errno;
+
+use super::fd::{Birth, Key, identity, stat};
+use super::inode::{Inode, Place, Places};
+use crate::fuse::abi::ROOT_ID;
+use crate::fuse::ops::Result;
+
+/// All inodes of a session.
+///
+/// Lock rule: a shard of `by_key` before one of `by_id`. Neither is held during a system call.
+pub struct Inodes {
+    /// The most inodes.
+    most: usize,
+    count: AtomicUsize,
+    by_id: DashMap<u64, Arc<Inode>>,
+    by_key: DashMap<Key, Arc<Inode>>,
+    next_id: AtomicU64,
+    /// Whether the session has seen a [`Place::Name`].
+    any_lazy: AtomicBool,
+    root: Arc<Inode>,
+}
+
+impl Inodes {
+    /// A table that has the shared directory alone.
+    pub fn new(root: OwnedFd, most: usize) -> Result<Self> {
+        let identity = identity(&stat(root.as_fd(), c"")?);
+        let root = Arc::new(Inode::new(ROOT_ID, identity, 1, Place::Fd(root)));
+        let inodes = Self {
+            most,
+            count: AtomicUsize::new(0),
+            by_id: DashMap::new(),
+            by_key: DashMap::new(),
+            next_id: AtomicU64::new(ROOT_ID + 1),
+            any_lazy: AtomicBool::new(false),
+            root,
+        };
+        inodes.clear();
+        Ok(inodes)
+    }
+
+    /// Forgets all but the root.
+    pub fn clear(&self) {
+        self.by_key.clear();
+        self.by_id.clear();
+        self.any_lazy.store(false, Ordering::Relaxed);
+        self.by_key.insert(self.root.key, self.root.clone());
+        self.by_id.insert(ROOT_ID, self.root.clone());
+        self.count.store(1, Ordering::Relaxed);
+    }
+
+    pub fn len(&self) -> usize {
+        self.count.load(Ordering::Relaxed)
+    }
+
+    /// To be asked before the guest hears of another inode.
+    ///
+    /// # Errors
+    /// ENFILE if it knows too many.
+    pub fn have_room(&self) -> Result<()> {
+        if self.len() < self.most {
+            return Ok(());
+        }
+        tracing::warn!("the guest knows {} files and forgets none: more are refused (--max-inodes)", self.most);
+        Err(Errno::NFILE)
+    }
+
+    /// # Errors
+    /// ESTALE if the nodeid was never given out, or is forgotten.
+    pub fn get(&self, id: u64) -> Result<Arc<Inode>> {
+        if id == ROOT_ID {
+            return Ok(self.root.clone());
+        }
+        self.by_id.get(&id).map(|inode| inode.clone()).ok_or(Errno::STALE)
+    }
+
+    /// The inode of this file if it is known, without another reference for the guest.
+    pub fn peek(&self, st: &Statx) -> Option<Arc<Inode>> {
+        let (key, birth) = identity(st);
+        self.by_key.get(&key).filter(|inode| inode.is(birth)).map(|inode| inode.clone())
+    }
+
+    /// The inode of this file if it is known, with one more reference for the guest.
+    pub fn known(&self, st: &Statx) -> Option<Arc<Inode>> {
+        let (key, birth) = identity(st);
+        let inode = self.by_key.get(&key).filter(|inode| inode.is(birth))?;
+        inode.reference();
+        Some(inode.clone())
+    }
+
+    /// As [`known`](Self::known), or a new inode at `place`.
+    pub fn learn(&self, st: &Statx, place: Place) -> Arc<Inode> {
+        let (key, birth) = identity(st);
+        let lazy = matches!(place, Place::Name(..));
+        let create = || {
+            let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+            let inode = Arc::new(Inode::new(id, (key, birth), 1, place));
+            self.by_id.insert(id, inode.clone());
+            self.count.fetch_add(1, Ordering::Relaxed);
+            if lazy {
+                self.any_lazy.store(true, Ordering::Relaxed);
+            }
+            inode
+        };
+        match self.by_key.entry(key) {
+            Entry::Occupied(mut entry) => {
+                if entry.get().is(birth) {
+                    entry.get().reference();
+                    return entry.get().clone();
+                }
+                // The inode number now belongs to another file. The old nodeid is good until the guest forgets it.
+                entry.insert(create());
+                entry.get().clone()
+            }
+            Entry::Vacant(entry) => entry.insert(create()).clone(),
+        }
+    }
+
+    /// All inodes, by nodeid.
+    pub fn all(&self) -> Vec<Arc<Inode>> {
+        let mut all: Vec<_> = self.by_id.iter().map(|inode| inode.clone()).collect();
+        all.sort_unstable_by_key(|inode| inode.id);
+        all
+    }
+
+    /// The nodeid that comes next.
+    pub fn next_id(&self) -> u64 {
+        self.next_id.load(Ordering::Relaxed)
+    }
+
+    /// Makes `next` the nodeid that comes next.
+    pub fn set_next_id(&self, next: u64) {
+        self.next_id.store(next, Ordering::Relaxed);
+    }
+
+    /// Enters an inode that another daemon gave this nodeid.
+    ///
+    /// # Errors
+    /// EEXIST if the nodeid is taken, ENFILE if there are too many inodes.
+    pub fn restore(&self, id: u64, nlookup: u64, st: &Statx, place: Place) -> Result<()> {
+        let (key, birth) = identity(st);
+        let lazy = matches!(place, Place::Name(..));
+        let inode = self.insert(Inode::new(id, (key, birth), nlookup, place))?;
+        if lazy {
+            self.any_lazy.store(true, Ordering::Relaxed);
+        }
+        self.by_key.entry(key).or_insert(inode);
+        Ok(())
+    }
+
+    /// Enters an inode whose file is lost. `format`: S_IFMT bits.
+    ///
+    /// # Errors
+    /// EEXIST if the nodeid is taken, ENFILE if there are too many inodes.
+    pub fn restore_lost(&self, id: u64, nlookup: u64, format: u32) -> Result<()> {
+        // No file has this key.
+        let key = Key { dev: u64::MAX, ino: id, mount: u64::MAX };
+        let birth = Birth { sec: 0, nsec: 0, format };
+        self.insert(Inode::new(id, (key, birth), nlookup, Place::Lost)).map(drop)
+    }
+
+    fn insert(&self, inode: Inode) -> Result<Arc<Inode>> {
+        self.have_room()?;
+        match self.by_id.entry(inode.id) {
+            Entry::Occupied(_) => Err(Errno::EXIST),
+            Entry::Vacant(entry) => {
+                self.count.fetch_add(1, Ordering::Relaxed);
+                Ok(entry.insert(Arc::new(inode)).clone())
+            }
+        }
+    }
+
+    /// Drops references that the guest held.
+    pub fn forget(&self, id: u64, nlookup: u64) {
+        if id == ROOT_ID {
+            return;
+        }
+        let Some(inode) = self.by_id.get(&id).map(|inode| inode.clone()) else { return };
+        let last;
+        match self.by_key.entry(inode.key) {
+            Entry::Occupied(entry) if Arc::ptr_eq(entry.get(), &inode) => {
+                last = inode.drop_references(nlookup);
+                if last {
+                    entry.remove();
+                }
+            }
+            // Another inode has its key now. The key is locked nevertheless.
+            _other => last = inode.drop_references(nlookup),
+        }
+        if last && self.by_id.remove(&id).is_some() {
+            self.count.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+
+    /// To be called before the file `name` in `dir` loses this name. A file that only READDIRPLUS has named is opened. If
+    /// this is the file's last name (`removed`), it is held by descriptor until the guest forgets it: the guest may still ask
+    /// for it, and no handle opens a file without a name.
+    pub fn pin(&self, places: &Places, dir: BorrowedFd, name: &CStr, removed: bool) {
+        let unpinned = self.any_lazy.load(Ordering::Relaxed) || removed && places.use_handles();
+        if !unpinned {
+            return;
+        }
+        let Ok(st) = stat(dir, name) else { return };
+        let Some(inode) = self.peek(&st) else { return };
+        // If this fails, the file is stale for the guest later.
+        if removed && (st.stx_nlink <= 1 || inode.format() == libc::S_IFDIR) {
+            let _ = inode.hold(places, dir, name);
+        } else {
+            inode.settle(places);
+        }
+    }
+}
