@@ -7,7 +7,7 @@ export CARGO_TARGET_DIR = $(CURDIR)/target
 unexport MAKEFLAGS MFLAGS
 
 SCRIPTS = vm-images/boot vm-images/setup.sh vm-images/build-* vm-images/lib.sh vm-images/linux-source.sh vm-images/guest/* .ci/run tests/run tests/demo \
-	guest-kernel/build fuzz/run fuzz/rustc tests/dependencies tests/sanitized tests/miri \
+	guest-kernel/build fuzz/run fuzz/rustc tests/dependencies tests/documented examples/qemu tests/sanitized tests/miri \
 	tests/guest/demo-init tests/guest/*.sh tests/host/run-case tests/host/*.sh
 
 .PHONY: all build packages tree tools kernels images guest-kernel guest-kernel-debug demo unit quick test soak neighbours bench check install \
@@ -94,6 +94,7 @@ check:
 	$(CARGO) fmt --check
 	$(CARGO) clippy --all-targets -- -D warnings
 	tests/dependencies
+	tests/documented
 	if command -v shellcheck >/dev/null; then shellcheck -x -P SCRIPTDIR $(SCRIPTS); else echo 'make check: shellcheck is not installed: scripts are not checked'; fi
 
 install: build

@@ -1,22 +1,58 @@
 # shellcheck shell=bash disable=SC2154  # lib.sh sets them
-# The demo, and what it says of starting it by hand.
+# The demo, the commands that it prints, and the examples.
+
+# type_into SCRIPT LINE...: runs a script that starts a guest with a shell, and types the lines there.
+type_into() {
+    local pid
+    rm -f "$work/keys"
+    mkfifo "$work/keys"
+    # 120 s: a boot to a shell, under emulation on a busy machine.
+    timeout 120 bash "$1" <"$work/keys" >"$work/console" 2>&1 &
+    pid=$!
+    exec 7>"$work/keys"
+    wait_line "$work/console" 'guest#' 120 "$pid"
+    printf '%s\n' "${@:2}" exit >&7
+    exec 7>&-
+    wait "$pid" || fail "$1 failed: $(cat "$work/console")"
+}
 
 case_demo() {
-    local pid
+    local pid share=/tmp/thruway-demo/share
     "$root/tests/demo" | tee "$work/out"
-    [[ -s /tmp/thruway-demo/share/from-the-guest.txt ]] || fail 'the guest wrote nothing'
+    [[ -s $share/from-the-guest.txt ]] || fail 'the guest wrote nothing'
+
     sed -n 's/^  \(.*thruwayd --socket-path .*\)/exec \1/p' "$work/out" >"$work/daemon.sh"
     sed -n '/^  .*ld-linux/,/-append/p' "$work/out" >"$work/qemu.sh"
-    sed -n 's/^  \(mount -t virtiofs .*\)/\1/p' "$work/out" >"$work/typed"
     bash "$work/daemon.sh" &
     pid=$!
-    mkfifo "$work/keys"
-    # 120 s: a boot to a shell, in emulation on a busy machine.
-    timeout 120 bash "$work/qemu.sh" <"$work/keys" >"$work/console" 2>&1 &
-    exec 7>"$work/keys"
-    wait_line "$work/console" 'guest#' 120 "$!"
-    { cat "$work/typed" && echo 'echo by-hand >/mnt/by-hand; exit'; } >&7
-    wait "$!" || fail "QEMU: $(cat "$work/console")"
-    [[ $(</tmp/thruway-demo/share/by-hand) == by-hand ]] || fail "by hand it does not work: $(cat "$work/console")"
+    type_into "$work/qemu.sh" "$(sed -n 's/^  \(mount -t virtiofs .*\)/\1/p' "$work/out")" 'echo by-hand >/mnt/by-hand'
+    [[ $(<"$share/by-hand") == by-hand ]] || fail "the printed commands do not work: $(cat "$work/console")"
     wait "$pid" || fail "the daemon ended with status $?"
+
+    examples "$share"
+}
+
+# examples SHARE: the QEMU script in the demo's guest, and the other files where their checkers are installed.
+examples() {
+    local unit=$work/thruwayd@data.service schema=/usr/share/libvirt/schemas/domain.rng
+    # The first two lines of the demo's command are its QEMU, the next three the machine that the script sets up.
+    {
+        printf 'QEMU="%s" ' "$(sed -n 1,2p "$work/qemu.sh" | tr -d '\\\n' | tr -s ' ')"
+        printf 'THRUWAYD=%q MEMORY=512M exec %q %q ' "$THRUWAY_DAEMON" "$root/examples/qemu" "$1"
+        sed -n '3p;6,$p' "$work/qemu.sh"
+    } >"$work/example.sh"
+    type_into "$work/example.sh" 'mount -t virtiofs share /mnt' 'echo by-example >/mnt/by-example'
+    [[ $(<"$1/by-example") == by-example ]] || fail "examples/qemu does not work: $(cat "$work/console")"
+
+    if command -v systemd-analyze >/dev/null; then
+        sed "s|/usr/local/libexec/thruwayd|$THRUWAY_DAEMON|" "$root/examples/thruwayd@.service" >"$unit"
+        systemd-analyze verify "$unit" || fail 'examples/thruwayd@.service is not valid'
+    else
+        note 'systemd is not installed: its unit is not checked'
+    fi
+    if command -v xmllint >/dev/null && [[ -f $schema ]]; then
+        xmllint --noout --relaxng "$schema" "$root/examples/libvirt.xml" || fail 'examples/libvirt.xml is not valid'
+    else
+        note "libvirt's schema or xmllint is not installed: examples/libvirt.xml is not checked"
+    fi
 }
