@@ -1,6 +1,6 @@
 #!/bin/bash
-# bench.sh PLACE MIB MILLISECONDS JOB...: measures on the file that the host made in the share, or on one of MIB made here, on
-# a tmpfs or on ext4 on a RAM disk. A JOB is a name, fio, first-touch, build or meta, and arguments.
+# bench.sh PLACE MIB MILLISECONDS JOB...: measures on the host's file in the share, or on a new file of MIB on a tmpfs or on
+# ext4 on a RAM disk. A JOB is a name, one of fio, first-touch, build and meta, and arguments.
 place=$1 mib=$2 milliseconds=$3
 shift 3
 file=/mnt/b/data
@@ -10,7 +10,7 @@ if [[ $place != share ]]; then
     if [[ $place == tmpfs ]]; then
         mount -t tmpfs -o size=100% tmpfs /tmp/native
     else
-        # Its size is the kernel's, by brd.rd_size.
+        # The kernel's brd.rd_size sets its size.
         mkfs.ext4 -q /dev/ram0 && mount /dev/ram0 /tmp/native || exit 1
     fi
     head -c "${mib}M" /dev/zero | tr '\0' Z >$file || exit 1
@@ -28,8 +28,8 @@ for job; do
         command=(fio --name="$name" --filename="$file" --size="$(stat -c %s "$file")" --time_based --runtime="${milliseconds}ms"
             --output-format=json --output=/tmp/result)
     fi
-    # The file is there, the guest's memory of it is not: no job profits from the one before. FUSE's inodes go with their names, with all
-    # their pages; ext4's stay. Programs stay in memory: pages that had held them stall a job under TCG.
+    # Drop what the previous job cached. FUSE drops inodes and their pages together with their names; ext4 keeps them. Programs stay
+    # cached: their pages, if reused, stall a job under TCG.
     sync
     dd of="$file" oflag=nocache conv=notrunc count=0 status=none
     echo 2 >/proc/sys/vm/drop_caches

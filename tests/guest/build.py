@@ -1,4 +1,4 @@
-"""build.py DIR: unpacks and compiles a small C project there, and tells how many seconds that took."""
+"""build.py DIR: unpacks and compiles a small C project in DIR and prints the seconds that each step took."""
 
 import io
 import os
@@ -8,7 +8,7 @@ import sys
 import tarfile
 import time
 
-# As many files as a small library has, each with some headers that include others.
+# As many files as a small library has. Each includes some headers, which include others.
 SOURCES, HEADERS, DEPTH = 16, 32, 4
 target = os.path.join(sys.argv[1], "project")
 
@@ -47,7 +47,7 @@ def build():
 
 
 archive = project()
-# The compiler itself is read from the guest's own disk, which is not what is measured.
+# The compiler is read from the guest's own disk, which is not to be measured. This puts it into the cache.
 subprocess.run(["gcc", "-O1", "-x", "c", "-o", "/tmp/warm", "-"], input=b"#include <stdio.h>\nint main(void){return 0;}", check=True)
 before = time.monotonic()
 build()

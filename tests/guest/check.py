@@ -1,4 +1,4 @@
-"""What the guest's suites share: tests that run each in a process of its own, and their count."""
+"""Functions that the guest's test suites share. Each test runs in its own process; the results are counted."""
 
 import ctypes
 import errno
@@ -15,7 +15,7 @@ AT_FDCWD = -100
 
 
 class Skip(Exception):
-    """What this guest or this host's file system cannot do."""
+    """This guest or the host's file system cannot do this."""
 
 
 def test(function):
@@ -24,7 +24,7 @@ def test(function):
 
 
 def call(name, *arguments):
-    """A C function that returns -1 and errno."""
+    """Calls a C function that returns -1 and sets errno on failure."""
     result = getattr(libc, name)(*arguments)
     if result < 0:
         number = ctypes.get_errno()
@@ -37,17 +37,17 @@ def renameat2(old, new, flags):
 
 
 def refused(number, function, *arguments, **options):
-    """The call fails with this errno."""
+    """Checks that the call fails with this errno."""
     try:
         function(*arguments, **options)
     except OSError as error:
-        assert error.errno == number, f"errno {errno.errorcode[error.errno]} where {errno.errorcode[number]} is due"
+        assert error.errno == number, f"errno {errno.errorcode[error.errno]}, expected {errno.errorcode[number]}"
         return
-    raise AssertionError(f"no error where {errno.errorcode[number]} is due")
+    raise AssertionError(f"no error, expected {errno.errorcode[number]}")
 
 
 def equal(got, due):
-    assert got == due, f"{str(got)[:200]} where {str(due)[:200]} is due"
+    assert got == due, f"{str(got)[:200]}, expected {str(due)[:200]}"
 
 
 def write(path, data, mode=0o644, flags=os.O_WRONLY | os.O_CREAT | os.O_TRUNC):
@@ -66,14 +66,14 @@ def read(path):
 
 
 def pattern(size, seed=1):
-    """Bytes in which every 8 differ from the 8 at any other place."""
+    """Bytes in which no aligned group of 8 occurs twice."""
     import array
 
     return array.array("Q", range(seed << 40, (seed << 40) + (size + 7) // 8)).tobytes()[:size]
 
 
 def in_child(function, *arguments):
-    """Runs it in another process and passes its exception on, as text."""
+    """Runs the function in another process and raises its exception here, as text."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -95,7 +95,7 @@ def in_child(function, *arguments):
             status = 1
         os._exit(status)
     _, wait_status = os.waitpid(pid, 0)
-    # Not until the end of file, which a process of the test's that cannot be killed would hold back.
+    # Do not wait for the end of file: a child of the test that cannot be killed would hold the pipe open.
     os.write(writer, b"\n")
     text = os.read(reader, 8192).decode().strip()
     os.close(writer)
@@ -112,7 +112,7 @@ def in_child(function, *arguments):
 
 
 def as_user(uid, gid, groups, function, *arguments):
-    """Runs it in a process without privilege."""
+    """Runs the function in a process without privileges."""
 
     def body():
         os.setgroups(groups)
@@ -124,7 +124,7 @@ def as_user(uid, gid, groups, function, *arguments):
 
 
 class Waiter:
-    """A process that does something that is to wait."""
+    """A process that runs a function which is expected to wait."""
 
     def __init__(self, function):
         self.reader, writer = os.pipe()
@@ -149,7 +149,7 @@ class Waiter:
     def __exit__(self, *_):
         os.kill(self.pid, signal.SIGKILL)
         os.close(self.reader)
-        # 5 s: a process that waits for a request of virtio-fs cannot be killed, and is left.
+        # 5 s. A process that waits for a virtio-fs request cannot be killed; leave it.
         for _ in range(50):
             if os.waitpid(self.pid, os.WNOHANG) != (0, 0):
                 return
@@ -168,7 +168,7 @@ def main(title, base, only=()):
         start = time.monotonic()
 
         def body():
-            # 120 s: the longest test needs a quarter of it in an emulated guest on a busy machine.
+            # 120 s: four times what the longest test needs in an emulated guest on a busy machine.
             signal.alarm(120)
             os.mkdir(directory)
             os.chmod(directory, 0o755)

@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""Maps a file, and lives on without the daemon: dax-alive.py, which says so until the host has heard it."""
+"""Maps a file and continues without the daemon; prints lines until the host kills the guest: dax-alive.py."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ with mapped(f"{S}/file", 16 * RANGE, writable=True) as view:
     for number in range(16):
         view[number * RANGE] = 1
     for turn in range(1200):
-        # The ranges that are mapped stay so.
+        # The mapped ranges stay mapped.
         view[0] = view[15 * RANGE] = turn % 256
         print(f"alive {turn}", flush=True)
         time.sleep(0.1)

@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""The same contents on both sides, whoever wrote them: dax-contents.py MODE [whole], to read also a sparse file whole."""
+"""Guest and host see the same contents, whoever writes: dax-contents.py MODE [whole]. "whole" also reads a sparse file in whole."""
 
 import hashlib
 import os
@@ -28,7 +28,7 @@ class File:
         self.model.extend(bytes(size - len(self.model)))
 
     def places(self):
-        """Where it is written to: its ends, and around each border of a page or a range."""
+        """Places to write to: the ends of the file, and both sides of each page or range border."""
         size = len(self.model)
         return sorted({at for at in (0, 4093, size // 2, RANGE - 3, size - 6) if 0 <= at <= size - 6})
 
@@ -43,25 +43,25 @@ def both_agree(step):
     for file in files:
         where = f"{step}, {file.name}"
         size = len(file.model)
-        assert int(sizes[file.name]) == size, f"{where}: {sizes[file.name]} bytes on the host, {size} are due"
+        assert int(sizes[file.name]) == size, f"{where}: {sizes[file.name]} bytes on the host, expected {size}"
         assert sums[file.name] == hashlib.sha256(file.model).hexdigest(), f"{where}: other contents on the host"
         equal((where, os.stat(file.path).st_size), (where, size))
         for how in read, read_mapped:
             got = how(file.path)
             assert got == file.model, f"{where}: {how.__name__} gives {difference(got, file.model)}"
-    # Once more, now that all was mapped.
+    # Read again now that everything is mapped.
     equal(dict(line.split() for line in host(f"stat -c '%n %s' {names}").splitlines()), sizes)
 
 
 def difference(got, due):
     if len(got) != len(due):
-        return f"{len(got)} bytes where {len(due)} are due"
+        return f"{len(got)} bytes, expected {len(due)}"
     at = next(at for at in range(len(due)) if got[at] != due[at])
-    return f"{got[at:at + 8].hex()} at {at} where {due[at:at + 8].hex()} is due"
+    return f"{got[at:at + 8].hex()} at {at}, expected {due[at:at + 8].hex()}"
 
 
 def each_by_host(command):
-    """A command of the host's for each file, with its name and size."""
+    """Runs a command on the host for each file, with its name and size."""
     host(" && ".join(command.format(name=file.name, size=len(file.model)) for file in files))
 
 
@@ -83,7 +83,7 @@ def written():
 
 
 def written_mapped():
-    """Of a file that is DAX the host sees it with no word from the guest to its kernel."""
+    """For a DAX file the host sees the change without a system call of the guest."""
     with ExitStack() as views:
         for file in files:
             if file.model:
@@ -123,7 +123,7 @@ def truncated():
 
 
 def extended():
-    """What a mapping wrote past the end of the file is not there when the file grows."""
+    """What a mapping writes past the end of the file does not appear when the file grows."""
     for file in files:
         size = len(file.model)
         if size % 4096:
@@ -135,7 +135,7 @@ def extended():
 
 
 def past(view, size):
-    """Writes to the rest of the last page, which Python's own bounds do not allow."""
+    """Writes to the rest of the last page. Python's own bounds check does not allow that."""
     start = ctypes.addressof(ctypes.c_char.from_buffer(view))
     ctypes.memset(start + size, 0xFF, -size % 4096)
 
@@ -174,7 +174,7 @@ def made_anew():
 
 
 def sparse():
-    """3 GiB, with something here and there."""
+    """A file of 3 GiB with data at a few places."""
     places = [0, RANGE - 4, RANGE + 4096, (1 << 30) - 4, (2 << 30) - 4, (2 << 30) + 5 * RANGE, SPARSE - 8]
     path = f"{S}/sparse"
     host(f"truncate -s {SPARSE} sparse && "
@@ -194,8 +194,8 @@ def sparse():
             equal(host(f"dd if=sparse bs=1 skip={at} count=8 status=none"), "mappwrit")
     size, blocks = host("stat -c '%s %b' sparse").split()
     equal(int(size), SPARSE)
-    # 2,000 blocks of 512 bytes: 7 places of a page each, with what the file system needs to find them.
-    # What is stored in place has its whole range allocated, since the store itself may not fail.
+    # 2,000 blocks of 512 bytes: 7 pages of data and the file system's metadata.
+    # A range that is stored to in place is allocated in whole, since the store itself must not fail.
     ranges = {byte // RANGE for at in places for byte in (at, at + 7)} if dax else ()
     assert int(blocks) < 2000 + len(ranges) * RANGE // 512, f"the holes are filled: {blocks} blocks"
     if whole:

@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""One of two guests that have the same files mapped: dax-duo.py a|b TURNS TRUNCATIONS."""
+"""One of two guests that map the same files: dax-duo.py a|b TURNS TRUNCATIONS."""
 
 import os
 import random
@@ -11,7 +11,7 @@ from window import *
 
 role, count, truncations = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 other = {"a": "b", "b": "a"}[role]
-# Where each writes: in ranges of their own.
+# Each guest writes to a range of its own.
 PLACES = {"a": 100, "b": RANGE + 100}
 SIZE = 2 * RANGE
 
@@ -24,15 +24,15 @@ def await_number(view, due):
     at = PLACES[other]
     deadline = time.monotonic() + PATIENCE
     while (got := int.from_bytes(view[at : at + 4], "little")) != due:
-        assert got == due - 1, f"{got} where {due - 1} or {due} is due"
+        assert got == due - 1, f"{got}, expected {due - 1} or {due}"
         assert time.monotonic() < deadline, f"{due} of the other guest is not seen within {PATIENCE} s"
 
 
 def handed_over():
-    """Bytes go from one to the other, and no request is made."""
+    """The guests pass bytes to each other without a request."""
     path = f"{S}/file"
     with mapped(path, SIZE, writable=True) as view:
-        # Each page is touched by both before requests are counted.
+        # Both touch each page before requests are counted.
         view[PLACES[role] + 8 : PLACES[role] + 12] = b"here"
         assert view[PLACES[other] : PLACES[other] + 4] == bytes(4)
         meet(role)
@@ -47,7 +47,7 @@ def handed_over():
                 view[PLACES["b"] : PLACES["b"] + 4] = number.to_bytes(4, "little")
         meet(role)
         after = requests()
-        # Not before that do both give back what they have.
+        # Both release their mappings only after this.
         meet(role)
         if role == "a":
             print(f"note: {count} turns by mmap between two guests: {before} requests before, {after} after")
@@ -65,7 +65,7 @@ def truncate_often(path, least):
 
 
 def truncated_by(who):
-    """A guest that does not know the new size goes on with what it has mapped."""
+    """A guest that does not know the new size continues with its mapping."""
     path = f"{S}/by-{who}"
     if role == who:
         write(path, b"x" * SIZE)
@@ -84,13 +84,13 @@ def truncated_by(who):
 
             with Busy(work, f"the mapping of {role}"):
                 meet(role)
-                # The other is at it.
+                # The other guest is at work.
                 meet(role)
     equal(os.stat(path).st_size, SIZE)
 
 
 def truncated_by_both():
-    """Neither waits for the other for ever."""
+    """Neither guest waits for the other forever."""
     path = f"{S}/by-both"
     if role == "a":
         write(path, bytes(SIZE))
@@ -98,7 +98,7 @@ def truncated_by_both():
     with mapped(path, SIZE, writable=True) as view:
 
         def work():
-            # What is never cut off.
+            # This part is never cut off.
             for at in range(0, RANGE, 4096):
                 view[at + (role == "b")] = ord(role)
 

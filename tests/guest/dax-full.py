@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""A guest whose host has no room left, in the shares of these names: dax-full.py SHARE..."""
+"""The host's disk is full: dax-full.py SHARE..., with the names of the shares."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ SIZE = 16 * RANGE
 
 
 def stores(path, ranges):
-    """A process that stores to each page of these ranges: how it ended."""
+    """Stores to each page of these ranges in another process. Returns how that process ended."""
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
@@ -25,25 +25,25 @@ def stores(path, ranges):
 
 
 def full(tag):
-    # Where it can, the host says what it has no room for; elsewhere a copy takes what is stored, and fsync tells.
+    # A file that is mapped in place has no room for the store: SIGBUS. Elsewhere a copy takes it, and fsync reports the error.
     in_place = tag != "btrfs"
     mount(tag, "always")
     path = f"/mnt/{tag}/file"
     host(f"cd ../{tag}; truncate -s {SIZE} file; head -c {4 * RANGE} /dev/zero >filled; sync .")
     assert stores(path, range(2)) == 0, "with room"
     with mapped(path, SIZE) as view:
-        # Holes that are mapped for reading.
+        # Map holes for reading.
         assert not any(view[at] for at in range(4 * RANGE, 6 * RANGE, mmap.PAGESIZE))
         host(f"cd ../{tag}; cat /dev/zero >filler 2>/dev/null; sync .; cat /dev/zero >>filler 2>/dev/null; sync .")
         ended = [stores(path, [number]) for number in (1, 2, 4, 8)]
         print(f"{tag}: processes that store ended with {ended}", flush=True)
         equal(ended, [0] + ([-signal.SIGBUS] * 3 if in_place else [0] * 3))
-        # What is mapped for reading still is.
+        # Ranges that are mapped for reading stay readable.
         assert not any(view[at] for at in range(5 * RANGE, 6 * RANGE, mmap.PAGESIZE))
     fd = os.open(path, os.O_RDWR)
     if in_place:
         refused(errno.ENOSPC, os.pwrite, fd, b"x" * 4096, 10 * RANGE)
-    # A hole where there was none, in what a process may store to.
+    # Make a hole in a range that a process may store to.
     call("fallocate", fd, 3, ctypes.c_long(0), ctypes.c_long(RANGE))
     host(f"cd ../{tag}; cat /dev/zero >>filler 2>/dev/null; sync .; cat /dev/zero >>filler 2>/dev/null; sync .")
     assert stores(path, [0]) == 0, "a copy takes it"

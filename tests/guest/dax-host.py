@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""The host changes files that are mapped: dax-host.py MODE TRUNCATIONS."""
+"""The host changes mapped files: dax-host.py MODE TRUNCATIONS."""
 
 import os
 import random
@@ -18,7 +18,7 @@ def make(name, size=SIZE, seed=1):
 
 
 def each_page(view):
-    """The first bytes of every page; and with it, each is mapped."""
+    """Reads the first bytes of every page. This maps each page."""
     return b"".join(view[at : at + 8] for at in range(0, len(view), 4096))
 
 
@@ -36,7 +36,7 @@ def dies_by_sigbus(view, at):
 
 
 def truncated(command, left):
-    """The guest sees what is left, and zeroes up to the size that it knows; then the new size; then what the host writes."""
+    """The guest sees what is left, then zeroes up to the size that it knows, then the new size, then what the host writes."""
     path, old = make("truncated"), pattern(SIZE)
     with mapped(path, SIZE, writable=True) as view:
         equal(each_page(view), firsts(old))
@@ -46,7 +46,7 @@ def truncated(command, left):
         got = view[:]
         assert got[:left] == due, "what is left is not what it was"
         assert not any(got[left:]), f"not zeroes past the end, but {bytes(b for b in got[left:] if b)[:8]}"
-        # It is the guest's own matter to write there; the file does not grow by it.
+        # The guest may write there, but the file does not grow.
         view[SIZE - 8 :] = b"nowhere!"
         seen(f"the size after {command}", lambda: os.stat(path).st_size, left)
         dies_by_sigbus(view, SIZE - 8)
@@ -59,7 +59,7 @@ def truncated(command, left):
         whole = (b"afterwards" + due[10:] if left else b"") + b"further"
         seen("what the host appended", lambda: read(path), whole)
         seen("the same by mmap", lambda: read_mapped(path), whole)
-        # And by the old mapping, which the guest keeps over all this.
+        # The same through the old mapping, which the guest keeps all the time.
         equal(view[: len(whole)], whole)
         view[left : left + 7] = b"FURTHER"
         view.flush()
@@ -94,7 +94,7 @@ def renamed():
 
 
 def replaced():
-    """As editors do: the mapping keeps the old file, an open gets the new one."""
+    """An editor replaces the file: the mapping keeps the old file, an open gets the new one."""
     path = make("replaced")
     with mapped(path, SIZE, writable=True) as view:
         equal(each_page(view), firsts(pattern(SIZE)))
@@ -108,7 +108,7 @@ def replaced():
 
 
 def under_load(command):
-    """Truncated again and again, while two processes read and write every page; the length is the host's alone."""
+    """The host truncates the file again and again while two processes read and write every page. Only the host sets its length."""
     path = make("load")
     rng = random.Random(3)
     with mapped(path, SIZE, writable=True) as view:
@@ -116,7 +116,7 @@ def under_load(command):
 
         def reads():
             each_page(view)
-            # read(2) by the mapping, whatever size the guest knows.
+            # read(2) through the mapping, whatever size the guest knows.
             os.pread(fd, RANGE, rng.randrange(SIZE))
 
         def writes():
@@ -135,13 +135,13 @@ def under_load(command):
         os.close(fd)
     print(f"{truncations} truncations under {reads_done} rounds of reads and {writes_done} of writes: {slowest:.2f} s at most")
     host("head -c 9000 /dev/zero | tr '\\0' x >load")
-    # 2 s: what was still to be written back by then is.
+    # After 2 s all dirty pages are written back.
     time.sleep(2)
     equal(host("tr -d x <load | wc -c && stat -c %s load").split(), ["0", "9000"])
     seen("the last contents", lambda: read(path), b"x" * 9000)
     seen("the last contents by mmap", lambda: read_mapped(path), b"x" * 9000)
     write(path, b"guest", flags=os.O_WRONLY)
-    # It may be a copy that is written to, for as long as the file's end is in a part that is mapped: 50 ms.
+    # Stores may go to a copy for up to 50 ms, while the file's end is in a mapped part.
     seen("what the guest writes then", lambda: host("head -c 6 load"), "guestx")
     host("rm load")
 

@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""Reads a file of the host's and keeps what it costs: dax-memory.py MODE, until the host has looked."""
+"""Reads a file of the host and keeps the memory until the host has measured it: dax-memory.py MODE."""
 
 import os
 import sys

@@ -8,7 +8,7 @@ sys.path.insert(0, "/host")
 from window import *
 
 EROFS = errno.EROFS
-# Against a --dax-min-size of 2 MiB.
+# For a --dax-min-size of 2 MiB.
 SIZES = {"empty": 0, "small": 1 << 20, "large": 4 << 20, "executable": 4 << 20}
 
 
@@ -23,7 +23,7 @@ def setups():
 
 
 def look(tag, mode, dax):
-    """Of these files statx says DAX, of no other; and they are read and mapped accordingly."""
+    """Checks that statx reports DAX for exactly these files, and that they are read and mapped accordingly."""
     mount(tag, mode)
     assert not is_dax(f"/mnt/{tag}"), "a directory is DAX"
     for name, size in SIZES.items():
@@ -37,7 +37,7 @@ def look(tag, mode, dax):
 
 
 def grown():
-    """A small file that grows is mapped once the guest has forgotten that it was small."""
+    """A small file that grows is mapped once the guest has dropped its inode."""
     mount("s", "inode")
     path = f"{S}/grown"
     write(path, pattern(4096))

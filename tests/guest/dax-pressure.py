@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""More than fits: dax-pressure.py MODE RANGES SMALL-FILES SECONDS [STEP]..."""
+"""A working set larger than the window: dax-pressure.py MODE RANGES SMALL-FILES SECONDS [STEP]..."""
 
 import os
 import random
@@ -12,7 +12,7 @@ mode = sys.argv[1]
 ranges, small, seconds = map(int, sys.argv[2:5])
 only = sys.argv[5:]
 rng = random.Random(11)
-# What the issue asks for: more than the window has ranges, or files a process usually has.
+# More ranges than the window has, and more files than a process usually has.
 HELD = 300
 
 
@@ -21,13 +21,13 @@ def stamp(number):
 
 
 def tell(number, what):
-    """That it goes on, as it may for minutes."""
+    """Prints progress: a step may take minutes."""
     if number % 256 == 255:
         print(f"{number + 1} {what}", flush=True)
 
 
 def working_set():
-    """Every range is written to in one order and read in another."""
+    """Writes all ranges in one order and reads them in another."""
     path = f"{S}/large"
     host(f"truncate -s {ranges * RANGE} large")
     at = [number * RANGE + rng.randrange(RANGE - 8) for number in range(ranges)]
@@ -55,7 +55,7 @@ def small_files():
 
 
 def held():
-    """Files that are open and mapped all at once."""
+    """Opens and maps all files at once."""
     os.mkdir(f"{S}/held")
     views = []
     for number in range(HELD):
@@ -76,7 +76,7 @@ def held():
 
 
 def dropped():
-    """The caches are dropped over and over, under two processes that each read and write an eighth of the ranges."""
+    """Drops the caches over and over while two processes each read and write an eighth of the ranges."""
     half = ranges // 8
     host(f"truncate -s {half * RANGE} a && truncate -s {half * RANGE} b")
     counts = dict.fromkeys("ab", 0)
@@ -86,9 +86,9 @@ def dropped():
         with mapped(f"{S}/{name}", half * RANGE, writable=True) as view:
             for number in rng.sample(range(half), min(half, 20)):
                 at = number * RANGE + 4096
-                # Only this process writes there, and only ever more.
+                # Only this process writes there, and the number only grows.
                 before = int.from_bytes(view[at : at + 8], "little")
-                assert before < counts[name], f"{before} at {at} where at most {counts[name] - 1} is due"
+                assert before < counts[name], f"{before} at {at}, expected at most {counts[name] - 1}"
                 view[at : at + 8] = counts[name].to_bytes(8, "little")
                 assert int.from_bytes(view[at : at + 8], "little") == counts[name]
 
@@ -104,7 +104,7 @@ def dropped():
 
 
 def mounted_again(times):
-    """What is mapped is gone when the share is unmounted."""
+    """All mappings are gone after the share is unmounted."""
     host(f"truncate -s {16 * RANGE} file")
     for turn in range(times):
         with mapped(f"{S}/file", 16 * RANGE, writable=True) as view:
@@ -114,10 +114,10 @@ def mounted_again(times):
             if mode == "plain":
                 view.flush()
             elif turn == 0:
-                # Or what follows would prove nothing.
+                # Without this the checks below would prove nothing.
                 assert host_number("live_mappings") >= 16, "the host does not see the mappings"
         umount("s")
-        # The daemon answers before it is done. 2 s: it needs a millisecond for each.
+        # The daemon answers before it has finished. 2 s: it needs a millisecond for each mapping.
         deadline = time.monotonic() + 2
         while (live := host_number("live_mappings")) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -128,7 +128,7 @@ def mounted_again(times):
 
 mount("meet")
 mount("s", None if mode == "plain" else mode)
-# 20 times: what the issue asks for.
+# 20 mounts: enough for a leak of one mapping each to show.
 parts = (working_set,), (small_files,), (held,), (dropped,), (mounted_again, 20)
 steps(*[part for part in parts if not only or part[0].__name__ in only])
 umount("s")

@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""Files that the host executes: dax-programs.py MODE."""
+"""The host executes files of the share: dax-programs.py MODE."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ TXTBSY = errno.ETXTBSY
 
 
 def matches(name):
-    """The guest reads by read(2) and by mmap what the host has."""
+    """The guest reads the host's contents with read(2) and through a mapping."""
     import hashlib
 
     due = host(f"sha256sum <{name}").split()[0]
@@ -21,7 +21,7 @@ def matches(name):
 
 
 def executed_when_mapped():
-    """The guest has it mapped and cached, for reading, and the host executes it."""
+    """The host executes a file that the guest has mapped and cached for reading."""
     host("cp /bin/sleep one")
     size = os.stat(f"{S}/one").st_size
     with mapped(f"{S}/one", size) as view:
@@ -34,7 +34,7 @@ def executed_when_mapped():
 
 
 def written_then_executed():
-    """What the guest wrote, the host can execute once the guest has closed it."""
+    """The host can execute what the guest has written and closed."""
     with mapped(f"{S}/one", os.stat(f"{S}/one").st_size) as view:
         data = view[:]
     write(f"{S}/two", data, mode=0o755)
@@ -50,13 +50,13 @@ def written_then_executed():
 
 
 def read_while_executed():
-    """The host executes it before the guest looks at it, and while it does."""
+    """The host executes a file before the guest looks at it, and meanwhile."""
     host("cp /bin/sleep three && { ./three 600 & echo $! >../meet/pid; }")
     matches("three")
     refused(TXTBSY, os.open, f"{S}/three", os.O_WRONLY)
     drop_caches()
     matches("three")
-    # Its page cache is not the file's own, so what the host does to the file must still get through.
+    # A copy is mapped here, so the host's changes of the file must still arrive.
     host("kill $(cat ../meet/pid)")
     deadline = time.monotonic() + 5
     while True:

@@ -1,9 +1,9 @@
 #!/usr/bin/python3
-"""Maps a file, unmounts and is reset, twice; and maps it again: dax-reboot.py, at each boot.
+"""Maps a file, unmounts and is reset, twice; then maps it again: dax-reboot.py, at each boot.
 
-It unmounts, as QEMU 11.1.3 does not outlive the reset of a device with mappings: at the next start of the device it looks for
-the memory of mappings that are gone (send_remove_regions) and ends by SIGSEGV. So it does if it is asked to unmap while the
-device is stopped: all is unmapped when the guest has its answer to the unmounting.
+It unmounts because QEMU 11.1.3 crashes if a device with mappings is reset: when the device starts again, QEMU looks for the
+memory of mappings that no longer exist (send_remove_regions, SIGSEGV). It also crashes if a mapping is removed while the device
+is stopped. All mappings are gone when the guest has the answer to the unmount.
 """
 
 import os
@@ -24,7 +24,7 @@ with mapped(f"{S}/file", RANGES * RANGE, writable=True) as view:
         due = b"" if boots == 1 else b"boot %d" % (boots - 1)
         got = view[at : at + 8].rstrip(b"\0")
         if got != due:
-            print(f"FAILED boot {boots}, range {number}: {got} where {due} is due", flush=True)
+            print(f"FAILED boot {boots}, range {number}: {got}, expected {due}", flush=True)
             sys.exit(1)
         view[at : at + 6] = b"boot %d" % boots
 umount("s")

@@ -1,5 +1,5 @@
 #!/bin/bash
-# The guest's part of the demo: every command is shown before its output.
+# The guest's part of the demo. Each command is shown before its output.
 set -ex
 uname -srm
 mount -t virtiofs

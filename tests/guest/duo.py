@@ -1,7 +1,7 @@
 #!/usr/bin/python3
-"""One of two guests that share a directory, /mnt/s, and meet in another, /mnt/meet: duo.py a|b WITHIN PART...
+"""One of two guests that share the directory /mnt/s and meet in /mnt/meet: duo.py a|b WITHIN PART...
 
-WITHIN is the time in seconds in which a change of the other guest must be seen.
+A change of the other guest must be visible within WITHIN seconds.
 """
 
 import fcntl
@@ -23,7 +23,7 @@ slowest = 0.0
 
 
 def seen(what, function, due):
-    """The change is there within the time allowed."""
+    """Waits until the change is visible, within the time allowed."""
     global slowest
     start = time.monotonic()
     while True:
@@ -36,12 +36,12 @@ def seen(what, function, due):
             slowest = max(slowest, took)
             print(f"ok {role} sees {what} after {took:.2f} s", flush=True)
             return
-        assert took <= within, f"{what}: {got!r} where {due!r} is due after {took:.2f} s"
+        assert took <= within, f"{what}: {got!r}, expected {due!r} after {took:.2f} s"
         time.sleep(0.01)
 
 
 def step(what, change, look, due):
-    """Guest a changes something, and guest b, which has looked before, sees it."""
+    """Guest a changes something. Guest b, which has looked before, sees the change."""
     if role == "b":
         try:
             look()
@@ -72,9 +72,9 @@ def changes():
     step("a directory", lambda: os.makedirs(f"{S}/d/e"), lambda: os.listdir(f"{S}/d"), ["e"])
     step("a directory's removal", lambda: os.removedirs(f"{S}/d/e"), lambda: os.path.exists(f"{S}/d"), False)
     step("a link", lambda: os.symlink("target", f"{S}/l"), lambda: os.readlink(f"{S}/l"), "target")
-    # A name that b has looked for in vain appears.
+    # A name appears that b has looked up in vain.
     step("a name once missing", lambda: write(f"{S}/late", b"x"), lambda: read(f"{S}/late"), b"x")
-    # And a file replaced under its name, as editors do.
+    # A file is replaced under its name, as editors do.
     step("a replacement", lambda: (write(f"{S}/new", b"fresh"), os.rename(f"{S}/new", f"{S}/late")), lambda: read(f"{S}/late"), b"fresh")
     if role == "b":
         print(f"note: the slowest change was seen after {slowest:.2f} s", flush=True)
@@ -134,13 +134,13 @@ def locks():
             meet(role)
             lock(fcntl.LOCK_UN)
         meet(role)
-        # Both may read at a time.
+        # Both may hold a shared lock at the same time.
         lock(fcntl.LOCK_SH | fcntl.LOCK_NB)
         meet(role)
         lock(fcntl.LOCK_UN)
         meet(role)
         print(f"ok {role} {name}", flush=True)
-    # What a guest held that is gone is free: a ends first, with its lock.
+    # The locks of a guest that ended are free: a ends first, holding its lock.
     if role == "a":
         fcntl.flock(fd, fcntl.LOCK_EX)
         meet(role)

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""first-touch.py FILE: microseconds that the first touch of each 2 MiB range by mmap takes, as JSON."""
+"""Prints the microseconds that the first touch of each 2 MiB range takes, as JSON: first-touch.py FILE."""
 
 import json
 import mmap
 import sys
 import time
 
-# What the kernel's DAX maps at once.
+# The kernel's DAX maps this many bytes at once.
 RANGE = 2 << 20
-# Touched before any is timed, so that as many mappings are live as the target says.
+# Touched before the measurement, so that this many mappings are live.
 LIVE = 64
-# Timed: enough for a median, few enough that not many more mappings are live at its end.
+# Measured ranges: enough for a median, few enough that hardly more mappings are live at the end.
 TIMED = 32
 
 with open(sys.argv[1], "rb") as file:

@@ -1,8 +1,8 @@
 #!/bin/bash
-# fsx.sh OPERATIONS SEED...: fsx on each share, set up for what its cache mode can do.
+# fsx.sh OPERATIONS SEED...: runs fsx on each share with the operations that its cache mode allows.
 operations=$1
 shift
-# At a time, each with a seed of its own: fsx 0.3.2 keeps what it maps to read, and the kernel looks at all of it at each fsync.
+# Operations per run. fsx 0.3.2 never unmaps what it maps to read, and each fsync gets slower: many short runs with their own seeds.
 most=10000
 cat >/tmp/mmap.toml <<'END'
 flen = 1048576
@@ -24,7 +24,7 @@ sendfile = 2
 posix_fadvise = 1
 copy_file_range = 2
 END
-# Without a page cache there are no shared mappings, nor what they are compared with.
+# Without a page cache there are no shared mappings.
 sed -E 's/^(mapread|mapwrite|invalidate) .*/\1 = 0/' /tmp/mmap.toml >/tmp/plain.toml
 failed=0
 for share in /mnt/*; do

@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""Appends to a log, syncs it, and only then says so, for ever: fsync-log.py DIRECTORY."""
+"""Appends to a log and syncs it, and only then prints that it has, forever: fsync-log.py DIRECTORY."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ log = os.open(f"{sys.argv[1]}/log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o64
 
 
 def noise():
-    """Writes that nobody syncs, so that the guest is killed in the middle of some."""
+    """Writes that nobody syncs, so that the guest is killed during some of them."""
     file = os.open(f"{sys.argv[1]}/noise", os.O_WRONLY | os.O_CREAT, 0o644)
     while True:
         os.pwrite(file, b"\xaa" * (1 << 20), 0)

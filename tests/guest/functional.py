@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""Single calls and their results, one after the other: functional.py DIRECTORY [TEST]..."""
+"""Single system calls and their results: functional.py DIRECTORY [TEST]..."""
 
 import fcntl
 import mmap
@@ -66,7 +66,7 @@ def test_large_requests(d):
 
 @test
 def test_random_writes(d):
-    """Against a model in memory, with truncations."""
+    """Random writes and truncations, compared with a model in memory."""
     rng, model = random.Random(7), bytearray()
     fd = os.open(f"{d}/f", os.O_RDWR | os.O_CREAT)
     for step in range(400):
@@ -89,7 +89,7 @@ def test_random_writes(d):
 
 @test
 def test_direct_io(d):
-    # Filled before use: UML hands a device pages that it never wrote to as the kernel's zero page.
+    # Fill the buffer before use: for pages that were never written UML gives the device the kernel's zero page.
     buffer = mmap.mmap(-1, 1 << 20)
     data = pattern(1 << 20)
     buffer[:] = data
@@ -379,7 +379,7 @@ def test_directory_of_5000(d):
     equal((len(listed), set(listed) == names), (5000, True))
     inodes = {entry.inode() for entry in os.scandir(d)}
     equal(inodes, {os.stat(f"{d}/{name}").st_ino for name in names})
-    # What is listed before and after the unlinks is listed once; nothing else appears.
+    # An entry that exists before and after the unlinks is listed once. Nothing else appears.
     seen = []
     for entry in os.scandir(d):
         seen.append(entry.name)
@@ -503,7 +503,7 @@ def test_permissions(d):
         os.mkfifo(f"{d}/fifo")
         for name in ("dir", "link", "fifo"):
             equal(os.lstat(f"{d}/{name}").st_uid, USER)
-        # Created without the right to write, written all the same.
+        # The file is created without write permission and still written to.
         fd = os.open(f"{d}/read-only", os.O_CREAT | os.O_WRONLY, 0o444)
         os.write(fd, b"yes")
         os.close(fd)
@@ -658,7 +658,7 @@ def test_locks(d):
         fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     in_child(free)
-    # And what an ended process held is free.
+    # The locks of a process that ended are free.
     fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -689,7 +689,7 @@ def waiting_lock(d, lock, unlock):
         write(f"{d}/{number}", b"x")
         equal(read(f"{d}/{number}"), b"x")
         assert not os.path.exists(f"{d}/none-{number}")
-    # 60 s: what takes a second, in an emulated guest on a busy machine.
+    # 60 s for what takes a second: an emulated guest on a busy machine.
     assert time.monotonic() - start < 60
     assert not any(waiter.done_within(0) for waiter in waiters)
     unlock(fd)
@@ -714,7 +714,7 @@ def test_waiting_flocks(d):
 
 @test
 def test_posix_deadlock(d):
-    """Of two processes that would wait for each other, one is told so."""
+    """Of two processes that would wait for each other, one gets EDEADLK."""
     write(f"{d}/f", b"12")
 
     def lock(first, second):
@@ -763,13 +763,13 @@ def test_poll_and_ioctl(d):
 
 @test
 def test_no_space_left_behind(d):
-    """A file that is removed gives its blocks back at once, also from an open that is over."""
-    # Not zeros: see direct_io.
+    """Removing a file frees its blocks at once, even if it was open before."""
+    # Not zeroes: see test_direct_io.
     write(f"{d}/f", b"x" * (64 << 20))
     os.sync()
     before = os.statvfs(d).f_bfree
     os.unlink(f"{d}/f")
-    # 10 s: the RELEASE is sent after close(2) returned. 32 MiB: others use the disk too, meanwhile.
+    # 10 s: RELEASE is sent after close(2) returns. 32 MiB: other processes use the disk meanwhile.
     for _ in range(100):
         if (os.statvfs(d).f_bfree - before) * os.statvfs(d).f_frsize > 32 << 20:
             return
@@ -798,7 +798,7 @@ def test_idmapped_mount(d):
 
 @test
 def test_parallel_processes(d):
-    """Eight processes make, fill, rename, list and remove in one directory."""
+    """Eight processes create, fill, rename, list and remove files in one directory."""
 
     def work(number):
         rng = random.Random(number)
@@ -821,7 +821,7 @@ def test_parallel_processes(d):
 
 @test
 def test_left_for_the_host(d):
-    """Files whose sums the host compares."""
+    """Leaves files whose checksums the host compares."""
     keep = os.path.join(os.path.dirname(d), "kept")
     os.mkdir(keep)
     sums = ""

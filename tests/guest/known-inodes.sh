@@ -1,5 +1,5 @@
 #!/bin/bash
-# Makes the share's inodes known to the daemon when the host says go, and keeps them till it says end.
+# Makes the share's inodes known to the daemon when the host says go, and keeps them until it says end.
 wait_for() { until [[ -e /mnt/s/$1 ]]; do sleep 0.2; done; }
 echo mounted
 wait_for go

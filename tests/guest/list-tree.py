@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""Lists a tree with every entry's attributes, asked for as it is read: list-tree.py DIRECTORY. Prints count and seconds."""
+"""Lists a tree with the attributes of every entry and prints the number of entries and the seconds: list-tree.py DIRECTORY."""
 
 import os
 import sys

@@ -1,5 +1,5 @@
 #!/bin/bash
-# listing.sh ROUNDS: lists the directory of each share by turns, cold, with all attributes.
+# listing.sh ROUNDS: lists the directory of each share in turn, with all attributes and a cold cache.
 for ((round = 1; round <= $1; round++)); do
     for share in ours theirs; do
         echo 2 >/proc/sys/vm/drop_caches

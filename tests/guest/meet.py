@@ -1,15 +1,15 @@
-"""Two guests, a and b, that meet in the share /mnt/meet."""
+"""Two guests, a and b, meet in the share /mnt/meet."""
 
 import os
 import time
 
-# 120 s: the other guest may still boot, in emulation and on a busy machine.
+# 120 s: the other guest may still be booting, under emulation on a busy machine.
 PATIENCE = 120
 turns = 0
 
 
 def meet(role):
-    """Both guests come here before either goes on."""
+    """Returns when both guests have come here."""
     global turns
     turns += 1
     other = {"a": "b", "b": "a"}[role]

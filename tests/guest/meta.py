@@ -1,4 +1,4 @@
-"""meta.py DIR MILLISECONDS WHAT WORKERS: operations a second on entries of a directory there, by so many processes at once."""
+"""Prints the operations per second on directory entries of DIR, by WORKERS processes: meta.py DIR MILLISECONDS WHAT WORKERS."""
 
 import os
 import shutil
@@ -7,7 +7,7 @@ import time
 
 directory, seconds, what, workers = sys.argv[1], int(sys.argv[2]) / 1000, sys.argv[3], int(sys.argv[4])
 
-# Files that a pass works on: under emulation a pass takes a second. Of the quick form, whose times tell nothing, a tenth.
+# Files of one pass, which takes a second under emulation. The quick form, whose times mean nothing, takes a tenth.
 COUNT = 500 if seconds >= 1 else 50
 
 
@@ -30,7 +30,7 @@ def each(action, paths):
 
 
 def forget():
-    """The guest's cache of names and attributes, as for one who comes first."""
+    """Drops the guest's cache of names and attributes."""
     with open("/proc/sys/vm/drop_caches", "w") as file:
         file.write("2")
 
@@ -68,7 +68,7 @@ PASSES = {"create": creating, "unlink": unlinking, "open": opening, "stat": look
 
 
 def work(place, start):
-    """Operations a second, in passes until the time is over. What a pass prepares is not counted."""
+    """Operations per second, in passes until the time is over. The preparation of a pass is not measured."""
     os.mkdir(place)
     prepared = [] if what in ("create", "unlink") else [fill(place)]
     os.read(start, 1)
@@ -91,7 +91,7 @@ for worker in range(workers):
         os._exit(0)
     os.close(tell)
     results.append(result)
-# Enough for all to be ready; one that is late begins late, as its passes are timed by themselves.
+# Time for all workers to get ready. A worker that is late starts late: it measures its own passes.
 time.sleep(seconds / 4)
 os.write(go, b"x" * workers)
 print(sum(float(os.read(result, 64)) for result in results))

@@ -1,8 +1,8 @@
 #!/usr/bin/python3
-"""Goes on with open files while the machine moves: migration.py DIRECTORY KIND, until DIRECTORY/stop is there.
+"""Works on open files while the machine moves, until DIRECTORY/stop exists: migration.py DIRECTORY KIND.
 
-KIND is named; or removed, with a removed file open too; or lost, if the move is to lose that file; or waiting, with a
-process that waits for a lock which the host holds from DIRECTORY/locked on until DIRECTORY/stop is there.
+KIND is "named", "removed" (a removed file is open too), "lost" (the move loses that file) or "waiting": a process waits for a lock
+that the host holds from the creation of DIRECTORY/locked to that of DIRECTORY/stop.
 """
 
 import errno
@@ -51,7 +51,7 @@ while not os.path.exists("stop"):
     if line % 20 == 0:
         os.fsync(log)
         print("written", line, flush=True)
-    # Slow enough that the dirty pages converge, fast enough that every moment of the migration has a write.
+    # Slow enough that migration of the dirty pages converges, fast enough that every moment of it sees a write.
     time.sleep(0.005)
 
 seen |= {entry.name for entry in listing}

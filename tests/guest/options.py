@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""Shares whose daemons have options of their own, prepared by the host: options.py DIRECTORY, which holds the shares."""
+"""Shares whose daemons have special options, prepared by the host: options.py DIRECTORY, which holds the shares."""
 
 import os
 import stat
@@ -55,7 +55,7 @@ def test_xattrmap(_):
     equal((os.getxattr(f"{s}/mapped", "user.a"), os.getxattr(f"{s}/mapped", "trusted.b")), (b"1", b"2"))
     os.setxattr(f"{s}/mapped", "user.gone", b"")
     os.removexattr(f"{s}/mapped", "user.gone")
-    # What the host set outside the prefix is not the guest's.
+    # The guest does not see attributes that the host sets outside of the prefix.
     equal(os.listxattr(f"{s}/hosts"), [])
 
 
@@ -82,7 +82,7 @@ def test_translated_ids(_):
 @test
 def test_submounts(_):
     s = share("submounts")
-    # Opened first: stat alone does not make the guest mount it.
+    # Open it first: stat alone does not make the guest mount it.
     equal(read(f"{s}/mounted/file"), b"in the submount\n")
     ours, theirs = os.stat(s), os.stat(f"{s}/mounted")
     assert ours.st_dev != theirs.st_dev, "the submount is not announced"
@@ -101,14 +101,14 @@ def test_submounts_not_announced(_):
 
 @test
 def test_escapes(_):
-    """Links that the host's links would follow out of the share are the guest's own."""
+    """The guest itself follows links that lead out of the share. The host never does."""
     s = share("submounts")
     for name in ("absolute", "relative", "through-dots"):
         refused(ENOENT, os.stat, f"{s}/{name}")
         refused(ENOENT, os.open, f"{s}/{name}", os.O_RDONLY)
     equal(os.stat(f"{s}/..").st_ino, os.stat(shares).st_ino)
     refused(ENOENT, os.stat, f"{s}/../secret")
-    # Nor a link in the middle of a path, nor one put in a directory's place after the guest has opened that.
+    # The same for a link within a path, and for a link that replaces a directory that the guest has opened.
     refused(ENOENT, os.stat, f"{s}/outside/secret")
 
 
@@ -129,7 +129,7 @@ def test_ordinary_user(_):
 
 @test
 def test_mapped_user(_):
-    """Root in the guest is the daemon's user on the host, and nobody else exists."""
+    """Root in the guest is the daemon's user on the host. No other user exists."""
     s = share("user-mapped")
     write(f"{s}/root", b"x")
     equal((os.stat(f"{s}/root").st_uid, os.stat(f"{s}/root").st_gid), (0, 0))

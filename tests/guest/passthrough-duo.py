@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""One of two guests with the same files, and the host: passthrough-duo.py a|b TURNS."""
+"""One of two guests that work on the same files as the host: passthrough-duo.py a|b TURNS."""
 
 import os
 import random
@@ -15,7 +15,7 @@ PIECE = 10_000
 
 
 def handed_over():
-    """What one stores the other sees, without a message."""
+    """One guest sees what the other stores, without a message."""
     path = f"{S}/file"
     if role == "a":
         write(path, bytes(2 * RANGE))
@@ -24,7 +24,7 @@ def handed_over():
     fd = os.open(path, os.O_RDWR)
     with mapped(path, 2 * RANGE, writable=True) as view:
         for number in range(1, turns + 1):
-            # By turns through the mapping and by write(2).
+            # Alternate between the mapping and write(2).
             data = number.to_bytes(4, "little")
             if number % 2:
                 view[mine : mine + 4] = data
@@ -39,7 +39,7 @@ def handed_over():
 
 
 def grown(by, grow):
-    """One makes the file longer while the others read: every size is one that it had, and all below it is there."""
+    """One guest extends the file while others read: each size that they see existed, and all data below it is there."""
     path = f"{S}/{by}"
     if role == "a":
         write(path, pattern(PIECE))
@@ -76,7 +76,7 @@ def grown(by, grow):
 
 
 def truncated_by_both():
-    """Neither waits for the other for long."""
+    """Neither guest waits long for the other."""
     path = f"{S}/both"
     if role == "a":
         write(path, bytes(2 * RANGE))

@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""What a file that is passed through must do as a local one does."""
+"""A passed-through file behaves like a local file."""
 
 import ctypes
 import fcntl
@@ -106,7 +106,7 @@ def mapped_every_way():
 
 
 def buffers_in_the_window():
-    """Direct I/O from and to memory that is another file's, or the same one's."""
+    """Direct I/O with memory that belongs to the same or another passed-through file."""
     data = os.urandom(1 << 20)
     write("/tmp/source", data)
     path, other = make("buffer"), make("other", data)
@@ -129,7 +129,7 @@ def buffers_in_the_window():
 
 
 def pages_in_a_pipe():
-    """What vmsplice(2) holds stays what it is when the file is closed and cut."""
+    """Pages held by vmsplice(2) keep their contents when the file is closed and truncated."""
     path = make("pipe", b"q" * 65536)
     reader, writer = os.pipe()
     with mapped(path, 65536, writable=True) as view:
@@ -197,7 +197,7 @@ def sizes():
     equal((read(path), host("cat sizes")), (b"again", "again"))
     os.posix_fallocate(fd, 0, 70_000)
     equal(os.fstat(fd).st_size, 70_000)
-    # By far more than its slot's room to grow.
+    # Grow by far more than the spare room of the slot.
     os.ftruncate(fd, 40 << 20)
     os.pwrite(fd, b"far", 39 << 20)
     equal(os.pread(fd, 3, 39 << 20), b"far")
@@ -210,10 +210,10 @@ def sizes():
 
 
 def as_large_as_the_window():
-    """A file outgrows its slot until nothing but it fits into the window."""
+    """A file outgrows its slot until nothing else fits into the window."""
     fd = os.open(f"{S}/large", os.O_RDWR | os.O_CREAT)
     piece = pattern(RANGE)
-    # Of the 128 MiB that the smaller of the windows is, less the table.
+    # The smaller of the two windows has 128 MiB, less the table.
     size = 120 << 20
     for at in range(0, size, RANGE):
         os.pwrite(fd, piece, at)
@@ -226,14 +226,14 @@ def as_large_as_the_window():
 
 
 def truncated_by_another_name():
-    """A name that the guest does not know yet: what it has mapped of the file by another is cut off in order."""
+    """A file is truncated by a name that the guest does not know yet, while it is mapped by another name."""
     path = make("one")
     fd = os.open(path, os.O_RDWR)
     with mapped(path, SIZE, writable=True) as view:
         assert view[:] == pattern(SIZE)
         assert not os.path.exists(f"{S}/two")
         host("ln one two")
-        # O_CREAT without a look before, as the guest takes the name for free.
+        # O_CREAT without a lookup: the guest believes that the name is free.
         other = os.open(f"{S}/two", os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         equal((os.fstat(fd).st_size, os.fstat(other).st_ino), (0, os.fstat(fd).st_ino))
         pid = os.fork()
@@ -257,7 +257,7 @@ def holes():
         assert view[:] == due, "what is mapped shows no hole"
         equal(os.lseek(fd, 0, os.SEEK_HOLE), 1 << 20)
         equal(os.lseek(fd, 1 << 20, os.SEEK_DATA), 2 << 20)
-        # Into the hole: by a message, and by a fault that has it filled.
+        # Write into the hole: by a message, and by a fault that fills it.
         os.pwrite(fd, b"written", 1 << 20)
         view[(1 << 20) + 8192 : (1 << 20) + 8198] = b"stored"
     due[1 << 20 : (1 << 20) + 7] = b"written"
@@ -286,9 +286,9 @@ def times():
     kept = os.fstat(fd).st_mtime_ns
     os.fsync(fd)
     equal(os.stat(path).st_mtime_ns, kept)
-    # Where the host has seen a store itself, by its own clock, it is not moved back; a guest's clock may be seconds behind.
+    # The host never moves back a time that its own clock set for a store. A guest's clock may be seconds late.
     on_host = int(host("stat -c %.9Y times").strip().replace(".", ""))
-    assert 0 <= on_host - kept < 5 * 10**9, f"{on_host} on the host where {kept} is due"
+    assert 0 <= on_host - kept < 5 * 10**9, f"{on_host} on the host, expected {kept}"
     os.utime(path, (1, 1))
     equal(os.stat(path).st_mtime_ns, 10**9)
     equal(host_number("stat -c %Y times"), 1)
@@ -311,7 +311,7 @@ def set_id_bits():
 
 
 def durable():
-    """O_SYNC and O_DSYNC writes, and each call that syncs, reach the host's file system before they return."""
+    """O_SYNC and O_DSYNC writes, and each sync call, return only after the data reached the host's file system."""
     for flag in os.O_SYNC, os.O_DSYNC:
         before = asked("Fsync", "Write")
         fd = os.open(make("durable"), os.O_RDWR | flag)
@@ -330,7 +330,7 @@ def durable():
             os.pwrite(fd, what.encode(), 4096)
             sync()
             assert asked("Fsync") > before, f"{what} sends no FSYNC"
-        # SYNC_FILE_RANGE_WRITE; it need not do anything, but must not fail.
+        # SYNC_FILE_RANGE_WRITE may do nothing, but must not fail.
         call("sync_file_range", fd, ctypes.c_long(0), ctypes.c_long(SIZE), 2)
     os.close(fd)
 
@@ -376,7 +376,7 @@ def unlinked():
 
 
 def many_files():
-    """More than there are slots: the others are read by messages."""
+    """More files than slots: the rest is read by messages."""
     names = [f"{S}/many-{number}" for number in range(400)]
     for number, name in enumerate(names):
         write(name, pattern(9000, number))

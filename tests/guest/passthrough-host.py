@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""The host changes files that are passed through: passthrough-host.py TRUNCATIONS."""
+"""The host changes passed-through files: passthrough-host.py TRUNCATIONS."""
 
 import os
 import random
@@ -18,7 +18,7 @@ def make(name, size=SIZE, seed=1):
 
 
 def written():
-    """What the host writes is there at once: it is one cache."""
+    """The guest sees the host's writes at once, since both use one cache."""
     path = make("written")
     fd = os.open(path, os.O_RDWR)
     with mapped(path, SIZE, writable=True) as view:
@@ -84,8 +84,8 @@ def replaced():
 
 
 def under_load(command):
-    """Truncated again and again, while eight processes read and write; the length is the host's alone."""
-    # What is mapped is never cut off.
+    """The host truncates the file again and again while eight processes read and write. Only the host sets its length."""
+    # The mapped part is never cut off.
     least = 64 << 10
     path = make("load")
     fd = os.open(path, os.O_RDWR)
@@ -94,7 +94,7 @@ def under_load(command):
         os.pread(fd, random.randrange(1, 100_000), random.randrange(SIZE))
 
     def writes():
-        # Of a kind that says where it was made, and does not make the file longer.
+        # A kind of write that shows where it was made and does not extend the file.
         at = random.randrange(0, SIZE - 4096, 4096)
         if at + 4096 <= os.fstat(fd).st_size:
             os.pwrite(fd, b"load", at)

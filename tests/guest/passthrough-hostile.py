@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""A guest that writes where it must not: its own files may suffer, nobody else's, and no process of the host."""
+"""The guest writes where it must not. Only its own files may suffer, and no process of the host."""
 
 import os
 import random
@@ -13,7 +13,7 @@ TABLE = 2 << 20
 
 
 def device_of(tag):
-    """The PCI device's directory."""
+    """The directory of the PCI device."""
     for name in os.listdir("/sys/bus/virtio/drivers/virtiofs"):
         try:
             if read(f"/sys/bus/virtio/drivers/virtiofs/{name}/tag").strip() == tag.encode():
@@ -21,7 +21,7 @@ def device_of(tag):
         except OSError:
             pass
     else:
-        # The kernel's own list of tags: /sys/fs/virtiofs/N/{tag,device}
+        # The kernel's list of tags: /sys/fs/virtiofs/N/{tag,device}
         for number in os.listdir("/sys/fs/virtiofs"):
             if read(f"/sys/fs/virtiofs/{number}/tag").strip() == tag.encode():
                 return os.path.realpath(f"/sys/fs/virtiofs/{number}/device/..")
@@ -48,7 +48,7 @@ def entries(view, size):
 
 
 def table_scribbled():
-    """The daemon believes nothing of it; a file whose entry is damaged is read by messages."""
+    """The daemon trusts nothing in the table. A file with a damaged entry is read by messages."""
     host(f"head -c {SIZE} /dev/urandom >victim; head -c {SIZE} /dev/urandom >other")
     due = host("sha256sum <victim; sha256sum <other").split()[::2]
     fd = os.open(f"{S}/victim", os.O_RDWR)
@@ -57,7 +57,7 @@ def table_scribbled():
     found = list(entries(view, size))
     assert found, "no entry is live: is the table there?"
     for index, at in found:
-        # Another file's nodeid, a slot beyond the region, a size beyond all.
+        # Another file's nodeid, a slot beyond the region, a huge size.
         view[at + 8 : at + 40] = b"\xff" * 32
     equal(os.pread(fd, 100, 0), before)
     equal(os.fstat(fd).st_size, SIZE)
@@ -67,7 +67,7 @@ def table_scribbled():
         view[size - TABLE + 64 * random.randrange(1, 4096)] = random.randrange(256)
     os.close(fd)
     equal(read(f"{S}/other")[:0], b"")
-    # Acknowledgements of what was never revoked, and of the future.
+    # Acknowledge revocations that never happened, and future ones.
     for index in range(1, 4096):
         at = size - TABLE + 64 * 4096 + 4 * index
         view[at : at + 4] = b"\x05\0\0\0"
@@ -80,7 +80,7 @@ def table_scribbled():
 
 
 def a_new_session():
-    """Begins with a table that is whole."""
+    """Starts with an intact table."""
     umount("s")
     mount("s")
     host(f"head -c {SIZE} /dev/urandom >victim")
@@ -93,7 +93,7 @@ def a_new_session():
 
 
 def closed_files_are_out_of_reach():
-    """Once its slot is another file's, nothing of a file that is closed is to be found in the window."""
+    """When its slot belongs to another file, no data of a closed file is in the window."""
     secret = os.urandom(32)
     write(f"{MEET}/secret", secret)
     host(f"for i in $(seq 1000); do cat ../meet/secret; done >secret && chmod 600 secret")
@@ -104,10 +104,10 @@ def closed_files_are_out_of_reach():
     time.sleep(SETTLED)
     assert not os.path.exists(f"{S}/secret")
     drop_caches()
-    # FORGET is sent by a worker of the kernel's.
+    # A worker of the kernel sends FORGET.
     time.sleep(1)
     view, size = regions()
-    # What is mapped nowhere reads as zeroes or ones: the host's page is not there.
+    # Where nothing is mapped, reads give zeroes or ones: the host's page is not there.
     for at in range(0, size - TABLE, 4096):
         assert secret not in view[at : at + 64], f"the removed file's bytes are still at {at:#x}"
     view.close()

@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""What a file costs in messages that is passed through."""
+"""How many messages a passed-through file takes."""
 
 import os
 import random
@@ -17,7 +17,7 @@ def asked(*opcodes):
 
 
 def in_pieces():
-    """Read and written anew twice, in 4 KiB at random, and mapped: one OPEN, one RELEASE, and no data goes by message."""
+    """Reads, overwrites in random 4 KiB blocks, and maps a file: one OPEN, one RELEASE, no data in messages."""
     host(f"head -c {SIZE} /dev/urandom >big")
     path, rng = f"{S}/big", random.Random(7)
     places = list(range(0, SIZE, 4096))
@@ -34,18 +34,18 @@ def in_pieces():
         view[at] = view[at] ^ 255
     view.close()
     os.close(fd)
-    # RELEASE is sent by a worker of the kernel's.
+    # A worker of the kernel sends RELEASE.
     deadline = time.monotonic() + 10
     while asked("Release") == before["Release"] and time.monotonic() < deadline:
         time.sleep(0.05)
     cost = {opcode: asked(opcode) - count for opcode, count in before.items()}
     print(f"note: a file of 64 MiB read and written twice in pieces of 4 KiB, and mapped: {cost}", flush=True)
-    # Setting the mapping writable in the table takes none; a hole would have taken a SETUPMAPPING.
+    # Making the mapping writable in the table takes no message. A hole would take a SETUPMAPPING.
     equal(cost, {**dict.fromkeys(DATA, 0), "Open": 1, "Release": 1})
 
 
 def opened_again():
-    """A slot that is live costs no new mapping."""
+    """A live slot takes no new mapping."""
     maps = "curl -s --unix-socket ../sockets/s.metrics http://daemon | awk '/^thruway_mappings.*passthrough/ { print $2 }'"
     fd = os.open(f"{S}/big", os.O_RDONLY)
     slots = host_number(maps)
@@ -62,7 +62,7 @@ def opened_again():
 
 
 def by_messages():
-    """Below the least size nothing is mapped."""
+    """A file below the minimum size is not mapped."""
     write(f"{S}/small", b"x" * 1000)
     before = asked("Read")
     drop_caches()

@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""Writes in place and syncs, and only then says so, for ever."""
+"""Writes in place and syncs, and only then prints that it has, forever."""
 
 import mmap
 import os
@@ -11,7 +11,7 @@ view = mmap.mmap(fd, SIZE)
 number = 0
 while True:
     number += 1
-    # Places that no later record takes.
+    # No later record uses this place.
     at, text = number * 64 % SIZE, b"record-%06d" % number
     how = number % 4
     if how == 0:

@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""Programs at work on files that are passed through."""
+"""Programs work on passed-through files."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ def run(*command, cwd=S, said=None, **options):
     return done.stdout
 
 
-# A write-ahead log, and the database read by mmap.
+# A write-ahead log; the database is read through a mapping.
 SETTINGS = "PRAGMA busy_timeout=60000; PRAGMA journal_mode=wal; PRAGMA mmap_size=268435456;"
 ROWS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 5000)"
 
@@ -29,7 +29,7 @@ def sql(text):
 def sqlite():
     sql("CREATE TABLE t(a INTEGER PRIMARY KEY, b TEXT, c INTEGER); CREATE INDEX x ON t(b);")
     sql(f"INSERT INTO t {ROWS} SELECT i, hex(randomblob(50)), i * i FROM n;")
-    # Two that write and one that reads, at once.
+    # Two writers and one reader at the same time.
     others = [
         subprocess.Popen(
             ["sqlite3", "db"], cwd=S, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -49,7 +49,7 @@ def sqlite():
         said = other.stdout.read()
         assert other.wait() == 0 and "rror" not in said, f"sqlite3: {said[-300:]}"
     sql("DELETE FROM t WHERE a % 3 = 0; PRAGMA wal_checkpoint(TRUNCATE);")
-    # Of 5,000 and 2 times 100 rows, two thirds.
+    # Two thirds of 5,000 and 2 × 100 rows.
     equal(sql("SELECT count(*), sum(a <= 5000) FROM t;")[0], "3467|3334")
     sql("VACUUM;")
     equal(sql("PRAGMA integrity_check;")[0], "ok")
@@ -103,13 +103,13 @@ def git():
 
 
 def gcc():
-    """Of what was cloned; the host runs it too."""
+    """Builds what was cloned. The host runs it too."""
     run("make", "-j2", cwd=f"{S}/clone")
     run("./prog", cwd=f"{S}/clone", said=SUM)
     drop_caches()
     run("./prog", cwd=f"{S}/clone", said=SUM)
     equal(host_number("cd clone && ./prog"), int(SUM))
-    # A file that was executed is written anew.
+    # Overwrite a file that was executed.
     os.utime(f"{S}/clone/all.h")
     run("make", cwd=f"{S}/clone")
     run("./prog", cwd=f"{S}/clone", said=SUM)

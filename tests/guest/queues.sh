@@ -1,5 +1,5 @@
 #!/bin/bash
-# Loads each CPU with requests, and waits for the host to have looked.
+# Loads each CPU with requests, then waits until the host has looked at the daemon.
 [[ $(nproc) == 2 ]] || { echo "FAILED: $(nproc) CPUs" && exit 1; }
 for cpu in 0 1; do
     mkdir "/mnt/s/$cpu"

@@ -1,4 +1,4 @@
-"""What the tests of the DAX window share: the host's help, mounts, mapped files."""
+"""Functions that the window tests share: commands on the host, mounts, mapped files."""
 
 import ctypes
 import mmap
@@ -11,16 +11,16 @@ from contextlib import contextmanager
 from check import *
 
 S, MEET = "/mnt/s", "/mnt/meet"
-# What the guest maps at a time.
+# The guest maps this many bytes at once.
 RANGE = 2 << 20
 STATX_ATTR_DAX = 0x00200000
-# The daemon's attributes hold for 1 s.
+# The daemon's attributes are valid for 1 s.
 SETTLED = 1.1
 asked = 0
 
 
 def host(command, patience=60):
-    """What the host's shell says to it, in the share's directory."""
+    """Runs a shell command on the host, in the share's directory, and returns its output."""
     global asked
     asked += 1
     write(f"{MEET}/asking", command.encode())
@@ -39,15 +39,15 @@ def host_number(command):
     return int(host(command))
 
 
-# Within this a guest sees what the host did, whatever it had mapped: the attributes' second, and what is mapped in place of
-# a truncated file's pages for 3 s.
+# A guest sees the host's changes within this time: attributes are valid for 1 s, and the copy that replaces the mapping of a
+# truncated file's end stays for 3 s.
 SEEN = 6
-# No guard may hold a host process for longer: its deadline of 2 s, and as much again for a busy machine.
+# The guard may hold a process of the host no longer: its deadline is 2 s, doubled for a busy machine.
 FROZEN = 4
 
 
 def host_file(name, size, seed=1):
-    """A new file of the host's in the place of an old one."""
+    """The host creates a file, or replaces it."""
     write(f"{MEET}/new", pattern(size, seed))
     host(f"cp ../meet/new {name}.new && mv {name}.new {name}")
     time.sleep(SETTLED)
@@ -55,7 +55,7 @@ def host_file(name, size, seed=1):
 
 
 def timed(command):
-    """On the host; it must not be held for long."""
+    """Runs a command on the host and checks that it is not held for long."""
     took = float(host(f"TIMEFORMAT=%R; time {{ {command}; }}").split()[-1])
     assert took < FROZEN, f"{command}: the host's process waited {took} s"
     return took
@@ -64,7 +64,7 @@ def timed(command):
 def seen(what, function, due):
     start = time.monotonic()
     while (got := function()) != due:
-        assert time.monotonic() - start < SEEN, f"{what}: {str(got)[:60]} where {str(due)[:60]} is due after {SEEN} s"
+        assert time.monotonic() - start < SEEN, f"{what}: {str(got)[:60]}, expected {str(due)[:60]} after {SEEN} s"
         time.sleep(0.05)
     print(f"ok {what} is seen after {time.monotonic() - start:.2f} s", flush=True)
 
@@ -87,7 +87,7 @@ def drop_caches():
 
 def is_dax(path):
     answer = ctypes.create_string_buffer(256)
-    # 0x7ff: STATX_BASIC_STATS. The attributes are the second 8 bytes.
+    # 0x7ff is STATX_BASIC_STATS. The attributes are the second group of 8 bytes.
     call("statx", AT_FDCWD, os.fsencode(path), 0, 0x7FF, answer)
     return bool(int.from_bytes(answer.raw[8:16], "little") & STATX_ATTR_DAX)
 
@@ -112,11 +112,11 @@ def read_mapped(path):
 
 
 class Busy:
-    """A process that does something over and over while the with block runs."""
+    """A process that repeats a function while the with block runs."""
 
     def __init__(self, function, name):
         self.function, self.name = function, name
-        # Byte 0: stop; from 8 on: how often it was done.
+        # Byte 0 stops the process. A counter of rounds is at byte 8.
         self.shared = mmap.mmap(-1, mmap.PAGESIZE)
 
     def rounds(self):
@@ -139,7 +139,7 @@ class Busy:
 
     def __exit__(self, kind, *_):
         self.shared[0] = 1
-        # 30 s: a round is over in a moment, also on a busy machine.
+        # 30 s: a round takes a moment, even on a busy machine.
         for _ in range(300):
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -153,7 +153,7 @@ class Busy:
 
 
 def steps(*functions):
-    """Runs each in turn, and ends with its failure or says that all is well."""
+    """Runs the steps in turn and stops at the first failure."""
     for function, *arguments in functions:
         name = " ".join([function.__name__, *map(str, arguments)])
         start = time.monotonic()

@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2154  # lib.sh sets them
-# That make bench works: every job has its row and its panel. Times prove nothing here, so none is looked at.
+# make bench works: every job has a row and a plot. Its times mean nothing here and are not checked.
 
 bench() { (cd "$root" && cargo bench --quiet --bench guest -- --quick --out "$work/bench" --only "$1"); }
 
@@ -9,17 +9,17 @@ case_bench() {
     mkdir "$work/bench"
     printf '%s\n' 'a line by hand' '<!-- make bench writes from here -->' 'an old row' \
         '<!-- make bench writes to here -->' 'another' >"$work/bench/benchmarks.md"
-    # Not the tables that are others in another guest. What the first turn measured stays in the second.
+    # Not every table: the others differ only in the guest. The second run keeps what the first one measured.
     bench frontend,qemu,passthrough,build || fail "make bench --quick ended with status $?"
     bench uml || fail "make bench --quick ended with status $?"
     grep -q '^## ' "$work/bench/benchmarks.md" || fail 'benchmarks.md has no table'
-    [[ $(sed -n '1p;$p' "$work/bench/benchmarks.md") == $'a line by hand\nanother' ]] || fail 'lines by hand were lost'
+    [[ $(sed -n '1p;$p' "$work/bench/benchmarks.md") == $'a line by hand\nanother' ]] || fail 'lines written by hand were lost'
     if grep -q 'an old row' "$work/bench/benchmarks.md"; then fail 'the old figures are still there'; fi
     for job in 'write 4k, sequential' 'read 4k, sequential' 'read 4k, random' 'write 4k, random' 'mmap read 4k, random' \
         'first touch of a 2 MiB range, p50' 'overwrite 4k, random' 'overwrite 128k, sequential' 'unpack and build' \
         'read 128k, 8 jobs' 'read 1M, O_DIRECT, 4 jobs' 'create, 8 processes' 'stat, cold' 'readdir and stat, cold' \
         'open and close' unlink; do
-        # In a table once with figures, once with ratios.
+        # One table has figures, another has ratios.
         (($(grep -cE "^\| $job.*[0-9]" "$work/bench/benchmarks.md") >= 2)) || fail "no rows of '$job'"
         grep -q "^$job" "$work"/bench/plots/*.svg || fail "no panel of '$job'"
     done
@@ -31,7 +31,7 @@ case_bench() {
     grep -q '^thruwayd: the median row [0-9]' "$work/bench/benchmarks.md" || fail 'no median of the rows'
     tail -n 1 "$work/bench/plots/qemu.svg" | grep -q '</svg>' || fail 'the plot is cut off'
 
-    if THRUWAY_DAEMON=/bin/false bench frontend >"$work/out" 2>&1; then fail 'a daemon that fails was not told'; fi
-    grep -q '^bench: /bin/false .*: it ended (exit status: 1)' "$work/out" || fail "told so: $(cat "$work/out")"
-    [[ $(echo /dev/shm/thruway-bench.*) == "$left" ]] || fail 'it left its share in /dev/shm'
+    if THRUWAY_DAEMON=/bin/false bench frontend >"$work/out" 2>&1; then fail 'a failing daemon was not reported'; fi
+    grep -q '^bench: /bin/false .*: it ended (exit status: 1)' "$work/out" || fail "wrong error message: $(cat "$work/out")"
+    [[ $(echo /dev/shm/thruway-bench.*) == "$left" ]] || fail 'make bench left its share in /dev/shm'
 }

@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2154  # lib.sh sets them
-# What the daemon is as a process: its queues, its end, its memory and descriptors, its time.
+# The daemon as a process: its queues, its end, its memory and descriptors, its times.
 
-# switches PID: of each of its threads, how often it went to sleep by itself.
+# switches PID: prints how often each of its threads went to sleep by itself.
 switches() {
     local pid task
     for pid in $(family "$1"); do
@@ -12,7 +12,7 @@ switches() {
     done
 }
 
-# queues_case GUEST-ARGUMENT...: two CPUs, two queues, and a load on each CPU.
+# queues_case BOOT-ARGUMENT...: two CPUs, two queues, and a load on each CPU.
 queues_case() {
     local pid busy
     make_fast_share share
@@ -20,27 +20,27 @@ queues_case() {
     "$boot" --log-dir "$work/queues.logs" --cpus 2 --fs "s=$work/sockets/s" "$@" \
         "$guest_dir/queues.sh" >"$work/out" 2>&1 &
     pid=$!
-    # 300 s: the boot and the load, in emulation on a busy machine.
+    # 300 s: the boot and the load, under emulation on a busy machine.
     wait_line "$work/out" '^(loaded|FAILED)' 300 "$pid"
     cat "$work/out"
     switches "$daemon_pid" | tee "$work/switches"
     touch "$work/share/go"
     wait "$pid" || fail 'the guest failed'
     logs_are_clean "$work/queues.logs"
-    # 500: each CPU's load makes some thousand requests; a queue that is not used has a handful of its set-up.
+    # 500: each CPU's load sends thousands of requests; an unused queue has a handful from its setup.
     busy=$(awk '$2 ~ /^thruway-q[0-9]/ && $3 > 500' "$work/switches" | wc -l)
     note "$busy threads of the daemon served requests: $(awk '$2 ~ /^thruway-q[0-9]/ && $3 > 500 { printf "%s%s", sep, $3; sep = ", " }' "$work/switches") waits"
     ((busy >= 2)) || fail 'only one queue was used'
 }
 
 case_queues_qemu() { queues_case --kind qemu --queues 2; }
-# Builds its kernel first where there is none yet, 8 minutes that pass beside other cases.
+# Builds its kernel first if the cache lacks it: 6 minutes, while other cases run.
 case_queues_uml() {
     "$root/vm-images/setup.sh" uml-smp
     queues_case --kind uml-smp
 }
 
-# killed GUEST-KIND DAEMON-ARGUMENT...: a guest that logs with fsync is killed; all that it was promised is there.
+# killed GUEST-KIND DAEMON-ARGUMENT...: kills a guest that writes a log with fsync. All that it has synced is on the host.
 killed() {
     local kind=$1 promised pid
     shift
@@ -50,19 +50,19 @@ killed() {
     "$boot" --kind "$kind" --fs "s=$work/sockets/s" --pid-file "$work/pid" --ro-dir "$guest_dir" \
         "$guest_dir/fsync-log.py" /mnt/s >"$work/out" 2>&1 &
     pid=$!
-    # 120 s: the boot and 300 records, in emulation on a busy machine.
+    # 120 s: the boot and 300 records, under emulation on a busy machine.
     wait_line "$work/out" '^promised 300$' 120 "$pid"
     kill -KILL -- "-$(<"$work/pid")"
     wait "$pid" || true
     promised=$(sed -n 's/^promised \([0-9]*\)$/\1/p' "$work/out" | tail -n 1)
     seq -f 'record %06.0f of the log' 1 "$promised" | cmp -n "$((promised * 25))" - "$work/share/log" ||
-        fail "not all of $promised records that the guest synced are there"
-    note "$kind, killed: all of $promised synced records are there"
+        fail "not all $promised records that the guest synced are on the host"
+    note "$kind, killed: all $promised synced records are on the host"
 }
 
 killed_and_gone() {
     killed "$@"
-    # 5 s: it has nothing left to do.
+    # 5 s: it only has to end.
     wait_gone 5 "$daemon_pid" || fail 'the daemon did not end with its guest'
     wait "$daemon_pid" || fail "the daemon ended with status $?"
     logs_are_clean "$work/daemons.logs"
@@ -82,10 +82,10 @@ case_keep_alive() {
     kill -0 "$daemon_pid" || fail 'the daemon did not stay'
     logs_are_clean "$work/daemons.logs"
     kill "$daemon_pid"
-    wait_gone 5 "$daemon_pid" || fail 'the daemon does not end when it is told to'
+    wait_gone 5 "$daemon_pid" || fail 'the daemon does not end on SIGTERM'
 }
 
-# own_memory PID: in KiB, of it and its descendants, without the pages of guest memory that it has mapped.
+# own_memory PID: prints the KiB of a process and its descendants, without the guest memory that they have mapped.
 own_memory() {
     local pid
     for pid in $(family "$1"); do
@@ -98,8 +98,8 @@ descriptors() {
     for pid in $(family "$1"); do ls "/proc/$pid/fd"; done | wc -l
 }
 
-# known_inodes DAEMON-ARGUMENT...: a guest knows 100,000 inodes, by READDIRPLUS; the daemon then holds less than 40 MiB
-# and no descriptors for them.
+# known_inodes DAEMON-ARGUMENT...: a guest learns 100,000 inodes by READDIRPLUS. The daemon must then use less than 40 MiB and
+# no descriptors for them.
 known_inodes() {
     local pid idle held memory
     make_fast_share share
@@ -111,7 +111,7 @@ known_inodes() {
         "$guest_dir/known-inodes.sh" >"$work/out" 2>&1 &
     pid=$!
     wait_line "$work/out" '^mounted$' 60 "$pid"
-    # A second: the mount's last requests are over then.
+    # After a second the mount's last requests are over.
     sleep 1
     memory=$(own_memory "$daemon_pid") idle=$(descriptors "$daemon_pid")
     note "idle: $memory KiB, $idle descriptors"
@@ -120,11 +120,11 @@ known_inodes() {
     # 200 s: twenty times what a quiet machine needs.
     wait_line "$work/out" '^listed ' 200 "$pid"
     memory=$(own_memory "$daemon_pid") held=$(descriptors "$daemon_pid")
-    note "$(sed -n 's/^listed \([0-9]*\) .*/\1/p' "$work/out") inodes known: $memory KiB, $held descriptors"
+    note "$(sed -n 's/^listed \([0-9]*\) .*/\1/p' "$work/out") known inodes: $memory KiB, $held descriptors"
     grep -E '^(Name|Vm|Rss|Threads)' /proc/"$daemon_pid"/status
     grep -q '^listed 10001[0-9] ' "$work/out" || fail 'the guest did not see all 100,000 inodes'
     ((memory < 40 * 1024)) || fail 'the daemon has 40 MiB or more'
-    # 20 more: the directories, which the guest may still have open, and what it looked for by name.
+    # 20 more: directories that the guest may still have open, and names that it has looked up.
     ((held <= idle + 20)) || fail "the daemon holds $held descriptors"
     touch "$work/share/end"
     wait "$pid" || fail 'the guest failed'
@@ -132,10 +132,10 @@ known_inodes() {
 }
 
 alone_known_inodes() { known_inodes; }
-# What times out is looked up again, and so opened; with cache=always nothing does.
+# A guest looks up names that have timed out, and a lookup opens the file. With cache=always none times out.
 alone_known_inodes_no_handles() { known_inodes --inode-file-handles=never --cache=always; }
 
-# Ours and virtiofsd's time for one directory of 100,000 entries, each listed with its attributes, by turns in one guest.
+# The time of thruwayd and virtiofsd for a directory of 100,000 entries, listed with attributes, in turn in one guest.
 alone_listing() {
     make_fast_share share
     (cd "$work/share" && seq -f 'entry-%06.0f' 100000 | xargs touch)

@@ -1,19 +1,19 @@
 # shellcheck shell=bash disable=SC2154  # lib.sh sets them
-# The DAX window: files that a guest maps, in QEMU, with the shares s (which $work/share is) and meet.
+# The DAX window: a QEMU guest maps files. It has the shares s, which is $work/share, and meet.
 
-# 64 mappings: a window that every case but those under pressure fits in.
+# 64 mappings: enough for every case except those under pressure.
 window_options=("--dax-window=128M,required")
 window_arguments=() window_boot=()
 
-# window_daemon NAME DIRECTORY ARGUMENT...: one with a window, whose log has the mappings that a session leaves.
+# window_daemon NAME DIRECTORY ARGUMENT...: starts a daemon with a window. Its log counts the mappings that a session leaves.
 window_daemon() {
     start_daemon "$1" "$2" --log-level=debug --metrics-path "$work/sockets/$1.metrics" "${window_options[@]}" "${@:3}"
 }
 
 meet_daemon() { start_daemon "meet${1-}" "$work/meet" --cache=never; }
 
-# start_window_guest NAME BOOT-ARGUMENT...: as a job, $guest_pid, its output in $work/NAME.out. An hour without a word: 200,000
-# operations of fsx on a busy machine.
+# start_window_guest NAME BOOT-ARGUMENT...: boots a guest as a job, with its pid in $guest_pid and its output in $work/NAME.out.
+# In a soak it may be silent for an hour: 200,000 operations of fsx on a busy machine.
 start_window_guest() {
     local idle=150 limit=600
     [[ ! $SOAK$DEBUG_KERNEL ]] || idle=3600 limit=10800
@@ -22,14 +22,14 @@ start_window_guest() {
     guest_pid=$!
 }
 
-# window_logs_are_clean DIRECTORY: but for warnings that Linux 7.2's DAX gives of itself, when it forgets mapped inodes and when
+# window_logs_are_clean DIRECTORY: ignores two warnings of Linux 7.2's own DAX code: when it drops mapped inodes, and when
 # copy_file_range(2) writes to a mapped file.
 window_logs_are_clean() {
     sed -i '/WARNING: .* at \(dax_disassociate_entry\|truncate_folio_batch_exceptionals\)/,/end trace/d' "$1/console.log"
     logs_are_clean "$1"
 }
 
-# finish_window_guest NAME
+# finish_window_guest NAME: waits for the guest, which must succeed, and checks its logs.
 finish_window_guest() {
     local status=0
     wait "$guest_pid" || status=$?
@@ -38,21 +38,21 @@ finish_window_guest() {
     window_logs_are_clean "$work/$1.logs"
 }
 
-# What a guest may ask for: how often a daemon was asked, for any opcode or these, and how many stand-ins QEMU has mapped.
+# The guest may call these: requests NAME [OPCODE]... prints how many requests a daemon got; live_mappings how many files QEMU maps.
 requests() {
     curl --silent --show-error --unix-socket "$work/sockets/$1.metrics" http://daemon |
         awk -F'[" ]' -v wanted="${*:2}" '/^thruway_requests/ && (!wanted || index(" " wanted " ", " " $2 " ")) { sum += $NF } END { print sum + 0 }'
 }
-# By their file system, which has no device: with the guest's memory, QEMU's other shared mappings have names.
-stand_ins() { grep -E ' [r-][w-]-s [^ ]+ 00:' "/proc/$(<"$work/$1.pid")/maps" | grep -vE 'memfd:|anon_inode:| /dev/' || true; }
-live_mappings() { stand_ins "$asking" | wc -l; }
+# Proxy files have no device number. QEMU's other shared mappings are known by their names.
+proxy_mappings() { grep -E ' [r-][w-]-s [^ ]+ 00:' "/proc/$(<"$work/$1.pid")/maps" | grep -vE 'memfd:|anon_inode:| /dev/' || true; }
+live_mappings() { proxy_mappings "$asking" | wc -l; }
 
-# answer_guest NAME PID: does what the guest asks of the host, in the share's directory, until the guest ends.
+# answer_guest NAME PID: runs the commands that the guest sends, in the share's directory, until the guest ends.
 answer_guest() {
     local turn=1 asking=$1
     while kill -0 "$2" 2>/dev/null; do
         if [[ -e $work/meet/$turn.ask ]]; then
-            # In the background, so that the guest can be told of what hangs.
+            # In the background, so that the guest gets an answer although another command hangs.
             answer "$work/meet/$turn" &
             turn=$((turn + 1))
         fi
@@ -60,16 +60,17 @@ answer_guest() {
     done
 }
 
-# answer TURN: its output and its status.
+# answer TURN: writes a command's output and its status.
 answer() {
     local status=0
-    # The guest's own words, and the functions above.
+    # The commands come from the guest's script. They may use the functions above.
     (cd "$work/share" && eval "$(<"$1.ask")") >"$1.answering" 2>&1 </dev/null || status=$?
     printf '\n%s\n' "$status" >>"$1.answering"
     mv "$1.answering" "$1.answer"
 }
 
-# window_case NAME SCRIPT ARGUMENT...: in one guest, with what else boot needs in window_boot and the daemon in window_arguments.
+# window_case NAME SCRIPT ARGUMENT...: runs a script in one guest. window_boot holds more arguments of boot, window_arguments
+# of the daemon.
 window_case() {
     local name=$1 served
     make_share meet
@@ -81,7 +82,7 @@ window_case() {
         "$guest_dir/$2" "${@:3}"
     answer_guest "$name" "$guest_pid"
     finish_window_guest "$name"
-    # 5 s: it has nothing left to do.
+    # 5 s: it only has to end.
     wait_gone 5 "$served" || fail 'the daemon did not end with its guest'
     logs_are_clean "$work/daemons.logs"
 }
@@ -95,13 +96,13 @@ case_dax_modes() {
 
 case_dax_contents() { window_case contents dax-contents.py always "$(pick '' whole)"; }
 
-# Files around the least size cross it as they grow and shrink.
+# Files near the minimum size cross it as they grow and shrink.
 case_dax_contents_inode() {
     window_arguments=(--dax-min-size=4097)
     window_case contents dax-contents.py inode
 }
 
-# fsx_on_shares BOOT-ARGUMENT...: in a guest for each of the shares guarded and fast.
+# fsx_on_shares BOOT-ARGUMENT...: a guest for each of the shares guarded and fast.
 fsx_on_shares() {
     local name pids=()
     for name in guarded fast; do
@@ -116,7 +117,7 @@ fsx_on_shares() {
     logs_are_clean "$work/daemons.logs"
 }
 
-# On ext4, where the host's truncations are guarded, and the daemon's own with them; and on tmpfs, where they are not.
+# On ext4 the guard handles truncations of the host and of the daemon. On tmpfs there is no guard.
 case_dax_fsx() {
     local volume
     volume=$(pick '3000 1' '100000 1 2 3')
@@ -129,7 +130,7 @@ case_dax_fsx() {
 }
 
 case_dax_fio() {
-    # The whole file fits in: each random access would else cost a mapping.
+    # The whole file fits: otherwise each random access would take a mapping.
     window_options=("--dax-window=512M,required")
     make_share share
     window_daemon s "$work/share"
@@ -144,30 +145,30 @@ case_dax_pjdfstest() {
     pjdfstest_check dax
 }
 
-# A working set of four times the window, which is as large as the mappings that there may be.
+# A working set of four times the window, with as many mappings as are allowed.
 case_dax_pressure() {
     local said status=0
     said=$("$THRUWAY_DAEMON" --socket-path "$work/none" --shared-dir "$work" --dax-window=256M --max-mappings=64 2>&1) || status=$?
     [[ $status != 0 && $said == *--max-mappings* && $said != *$'\n'* ]] ||
-        fail "a window too big for its mappings: status $status: $said"
+        fail "a window with too few mappings: status $status: $said"
     window_options=("--dax-window=128M,required" --max-mappings=64) window_boot=(--timeout "$(pick 1200 10800)")
     window_case pressure dax-pressure.py always 256 "$(pick 1000 5000)" "$(pick 5 60)"
 }
 
-# The largest window by default. A full one costs QEMU 20 ms and more for each mapping, in emulation: the rest is for a soak.
+# The largest window with default options. In emulation QEMU needs 20 ms for a mapping in a full window: the rest is for a soak.
 case_dax_large_window() {
     window_options=("--dax-window=512M,required") window_boot=(--timeout "$(pick 1800 10800)")
     # shellcheck disable=SC2046  # a list
     window_case large dax-pressure.py always $(pick '272 0 0 working_set mounted_again' '1024 5000 60')
 }
 
-# Disks of the host that are full, of file systems that write in place and of others.
+# Full disks of the host, with file systems that write in place and one that does not.
 case_dax_full_disk() {
     local name mkfs
     window_boot=()
     for name in ext4 xfs btrfs; do
         make_share "$name"
-        # XFS wants 300 MiB.
+        # XFS needs 300 MiB.
         truncate -s 320M "$work/$name.image"
         mkfs="mkfs.$name -q"
         [[ $name != ext4 ]] || mkfs+=' -m 0'
@@ -183,7 +184,7 @@ case_dax_full_disk() {
     window_case full dax-full.py "$@"
 }
 
-# Two guests, each by a daemon of its own, on one directory.
+# Two guests on one directory, each with its own daemon.
 case_dax_two_guests() {
     local role pids=()
     make_share share
@@ -212,12 +213,12 @@ case_dax_programs_inode() {
     window_case programs dax-programs.py inode
 }
 
-# memory_of PID: in MiB, of QEMU, what is the guest's own, and what it has mapped of files.
+# memory_of PID: prints two sizes of a QEMU in MiB: the guest's memory, and the files that it has mapped.
 memory_of() { awk '/^RssShmem:/ { shmem = $2 } /^RssFile:/ { file = $2 } END { print int(shmem / 1024), int(file / 1024) }' "/proc/$1/status"; }
-# The host's page cache and the guests' memory.
+# Prints the host's page cache and the guests' memory.
 cached() { awk '/^(Cached|Shmem|MemAvailable):/ { printf "%s %d MiB  ", $1, $2 / 1024 }' /proc/meminfo; }
 
-# read_by_two MODE MIB: what each guest's own memory grows by when both read the file, into $grown.
+# read_by_two MODE MIB: sets $grown to the growth of both guests' own memory when they read the file.
 read_by_two() {
     local mode=$1 size=$2 role pids=() before after
     rm -f "$work"/meet/*
@@ -228,7 +229,7 @@ read_by_two() {
             --fs "meet=$work/sockets/meet@$role" "$guest_dir/dax-memory.py" "$mode"
         pids+=("$guest_pid")
     done
-    # 120 s: the boot, in emulation on a busy machine; as long again for the file.
+    # 120 s: the boot, under emulation on a busy machine. The same for the file.
     for role in a b; do wait_line "$work/$mode-$role.out" '^mounted$' 120 "${pids[0]}"; done
     note "dax=$mode, before: $(cached)"
     before=$(own_of_guests "$mode")
@@ -248,7 +249,7 @@ read_by_two() {
 
 own_of_guests() { for role in a b; do memory_of "$(<"$work/$1-$role.pid")"; done | awk '{ sum += $1 } END { print sum }'; }
 
-# Two guests that read a file have one copy of it, the host's; without DAX each has one more.
+# Two guests that read a file share one copy, the host's. Without DAX each guest has its own.
 alone_dax_memory() {
     local size grown
     size=$(pick 256 1024)
@@ -256,13 +257,13 @@ alone_dax_memory() {
     make_share meet
     head -c "${size}M" /dev/urandom >"$work/share/file"
     read_by_two never "$size"
-    # Halves: wide of what a guest takes for itself meanwhile.
-    ((grown > size)) || fail "without DAX two guests have less than half a copy each: is this measured well?"
+    # Half the size leaves room for what a guest allocates meanwhile.
+    ((grown > size)) || fail "without DAX two guests have less than half a copy each: the measurement is wrong"
     read_by_two always "$size"
     ((grown < size / 2)) || fail "with DAX two guests have copies of their own: $grown MiB"
 }
 
-# The guest is reset, within one QEMU.
+# The guest is reset within one QEMU.
 case_dax_reboot() {
     local served
     make_share share
@@ -279,41 +280,41 @@ case_dax_reboot() {
     logs_are_clean "$work/daemons.logs"
 }
 
-# mapped_guest NAME: one that has the share's file mapped and says that it is alive.
+# mapped_guest NAME: boots a guest that maps the share's file and prints that it is alive.
 mapped_guest() {
     start_window_guest "$1" --no-mount --fs "s=$work/sockets/s" "$guest_dir/dax-alive.py"
-    # 120 s: the boot, in emulation on a busy machine.
+    # 120 s: the boot, under emulation on a busy machine.
     wait_line "$work/$1.out" '^alive 5$' 120 "$guest_pid"
 }
 
-# window_mount NAME: the number of the mount that this guest's QEMU has mapped files of.
+# window_mount NAME: prints the number of the mount whose files this guest's QEMU has mapped.
 window_mount() {
     local device
-    device=$(stand_ins "$1" | awk '{ print $4 }' | sort -u)
-    [[ $device =~ ^00:[0-9a-f]+$ ]] || fail "QEMU has mapped files of not just one mount: '$device'"
+    device=$(proxy_mappings "$1" | awk '{ print $4 }' | sort -u)
+    [[ $device =~ ^00:[0-9a-f]+$ ]] || fail "QEMU must have mapped files of exactly one mount: '$device'"
     printf '%d\n' "0x${device#00:}"
 }
 
-# processes_gone PID...
+# processes_gone PID...: waits for their end.
 processes_gone() {
     local pid
-    # 5 s: they have only to end.
+    # 5 s: they only have to end.
     for pid in "$@"; do wait_gone 5 "$pid" || fail "still there: $(tr '\0' ' ' <"/proc/$pid/cmdline")"; done
 }
 
-# mount_gone NUMBER: in no namespace.
+# mount_gone NUMBER: checks that no namespace has this mount.
 mount_gone() {
     local deadline=$((SECONDS + 5))
     mkdir -p "$work/fuse"
     mount -t fusectl fusectl "$work/fuse"
     while [[ -d $work/fuse/$1 ]]; do
-        ((SECONDS < deadline)) || fail "the mount of the window is left"
+        ((SECONDS < deadline)) || fail "the window's mount still exists"
         sleep 0.1
     done
     umount "$work/fuse"
 }
 
-# The guest is killed, its mappings as they are; the daemon serves the next one.
+# The guest is killed with files mapped. The daemon serves the next one.
 case_dax_killed_guest() {
     local round pids number
     make_share share
@@ -333,7 +334,7 @@ case_dax_killed_guest() {
     logs_are_clean "$work/daemons.logs"
 }
 
-# The daemon is killed, and all that it is made of goes; the guest stays.
+# The daemon is killed, and all its processes end. The guest continues.
 case_dax_killed_daemon() {
     local pids alive number
     make_share share
@@ -346,9 +347,9 @@ case_dax_killed_daemon() {
     kill -KILL "$daemon_pid"
     processes_gone "${pids[@]}"
     alive=$(grep -c '^alive' "$work/killed.out")
-    # 3 s: it says so ten times a second.
+    # 3 s: it prints ten lines a second.
     sleep 3
-    (($(grep -c '^alive' "$work/killed.out") > alive + 5)) || fail "the guest does not go on: $(tail -n 5 "$work/killed.out")"
+    (($(grep -c '^alive' "$work/killed.out") > alive + 5)) || fail "the guest does not continue: $(tail -n 5 "$work/killed.out")"
     kill -KILL -- "-$(<"$work/killed.pid")"
     wait "$guest_pid" || true
     mount_gone "$number"

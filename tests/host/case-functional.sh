@@ -1,11 +1,11 @@
 # shellcheck shell=bash disable=SC2154  # lib.sh sets them
-# Single calls and their results, in either guest and over the ways in which the daemon can run.
+# Single system calls and their results, in both kinds of guest and with every kind of daemon.
 
-# The options that let everything be tried at once.
+# Options that allow every test.
 everything=(--posix-acl --allow-direct-io --killpriv-v2 --posix-lock --flock)
 functional_boot=()
 
-# functional KIND DAEMON-ARGUMENT...
+# functional KIND DAEMON-ARGUMENT...: runs the suite and compares checksums on the host.
 functional() {
     local kind=$1
     shift

@@ -1,10 +1,10 @@
 # shellcheck shell=bash disable=SC2154  # lib.sh sets them
 # A guest moves from one QEMU and daemon to another while a process in it writes to open files.
 
-# qmp NAME COMMAND [ARGUMENTS]: tells it to that machine, which logs its answers in $work/NAME.answers.
+# qmp NAME COMMAND [ARGUMENTS]: sends a command to that machine. Its answers are in $work/NAME.answers.
 qmp() { printf '{"execute": "%s", "arguments": %s}\n' "$2" "${3:-{\}}" >"$meeting/$1.in"; }
 
-# start_machine NAME BOOT-ARGUMENT...: as a job, $machine_pid.
+# start_machine NAME BOOT-ARGUMENT...: starts a machine as a job, with its pid in $machine_pid.
 start_machine() {
     local name=$1 pipe=$meeting/$1
     shift
@@ -15,15 +15,15 @@ start_machine() {
     machine_pid=$!
     cat "$pipe.out" >"$work/$name.answers" &
     qmp "$name" qmp_capabilities
-    # With it the source learns that the target has failed.
+    # This reports a failure of the target to the source.
     qmp "$name" migrate-set-capabilities '{"capabilities": [{"capability": "return-path", "state": true}]}'
 }
 
-# move KIND VERDICT SOURCE-ARGUMENTS [TARGET-ARGUMENTS]: starts both machines and migrates, until the source says VERDICT.
+# move KIND RESULT SOURCE-ARGUMENTS [TARGET-ARGUMENTS]: starts both machines and migrates, until the source reports RESULT.
 move() {
     local verdict=$2 deadline
     kind=$1
-    # QEMU runs in a tree of its own, which has the host's /dev.
+    # QEMU runs in its own tree, but shares the host's /dev.
     meeting=$(mktemp -d /dev/shm/thruway-test.XXXXXX)
     # shellcheck disable=SC2064  # now
     trap "rm -rf '$meeting'; clean_up" EXIT
@@ -34,19 +34,19 @@ move() {
     start_daemon target "$work/share" ${4-$3}
     start_machine source
     source_pid=$machine_pid
-    # 120 s: the boot, in emulation on a busy machine.
+    # 120 s: the boot, under emulation on a busy machine.
     wait_line "$work/source.out" '^written 100$' 120
     start_machine target -incoming defer
     target_pid=$machine_pid
     qmp target migrate-incoming "{\"uri\": \"unix:$meeting/stream\"}"
-    # 60 s: it has only to start.
+    # 60 s: it only has to start.
     deadline=$((SECONDS + 60))
     until [[ -S $meeting/stream ]]; do
         ((SECONDS < deadline)) || fail 'the target does not listen'
         sleep 0.1
     done
     qmp source migrate "{\"uri\": \"unix:$meeting/stream\"}"
-    # 120 s: half a gigabyte of memory, most of it empty.
+    # 120 s: half a gigabyte of mostly empty memory.
     deadline=$((SECONDS + 120))
     until grep -qE "\"status\": \"(completed|failed)\"" "$work/source.answers"; do
         ((SECONDS < deadline)) || fail "the migration does not end: $(tail -n 1 "$work/source.answers")"
@@ -58,13 +58,13 @@ move() {
         fail "the migration did not end $verdict: $(grep -h '"status"' "$work"/*.answers; tail -n 5 "$work"/target.logs/*)"
 }
 
-# goes_on PID: the guest there writes on, and ends well when it is told to; nothing that it wrote is missing.
+# goes_on PID: the guest there continues to write and ends well when it is told to. Nothing that it wrote is missing.
 goes_on() {
     local deadline status=0
     # 60 s: it writes 200 lines a second.
     deadline=$((SECONDS + 60))
     until (($(stat -c %s "$work/share/log") > lines + 3000)); do
-        ((SECONDS < deadline)) || fail 'the guest does not write any more'
+        ((SECONDS < deadline)) || fail 'the guest has stopped writing'
         sleep 0.2
     done
     touch "$work/share/stop"
@@ -74,14 +74,14 @@ goes_on() {
     note "$((lines / 12)) lines were written before the migration's end and $(($(<"$work/share/last") - lines / 12)) after it"
 }
 
-# moves KIND SOURCE-ARGUMENTS [TARGET-ARGUMENTS]: it works, and the source can end.
+# moves KIND SOURCE-ARGUMENTS [TARGET-ARGUMENTS]: a migration that succeeds; the source can end.
 moves() {
     move "$1" completed "${@:2}"
     qmp source quit
     wait "$source_pid" || true
     goes_on "$target_pid"
     grep -h 'session is' "$work"/daemons.logs/*.log
-    # The one warning is of the file that is to be lost.
+    # One warning is expected: that of the lost file.
     sed -i '/inodes and open files are lost/d' "$work/daemons.logs/daemon-target.log"
     logs_are_clean "$work/daemons.logs"
     logs_are_clean "$work/target.logs"
@@ -100,7 +100,7 @@ hold_lock() {
     flock "$work/share/lock" sh -c 'touch "$1/locked"; until [ -e "$1/stop" ]; do sleep 0.1; done' sh "$work/share"
 }
 
-# A request that waits cannot move: the source refuses, and the request is answered when its time comes.
+# A waiting request cannot move. The source refuses, and answers the request when the lock is free.
 case_migration_waiting() {
     hold_lock &
     move waiting failed --flock
@@ -108,7 +108,7 @@ case_migration_waiting() {
     grep -q 'waits for a lock' "$work"/daemons.logs/daemon-source.log || fail 'the source does not say why'
 }
 
-# A removed file has no path: the target refuses, and the guest goes on where it was.
+# A removed file has no path. The target refuses, and the guest continues at the source.
 case_migration_aborted() {
     move removed failed '' ''
     goes_on "$source_pid"

@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2154  # lib.sh sets them
-# Options that change what a guest sees, each with a daemon and a share of its own, in one guest.
+# Options that change what a guest sees: one guest with many shares, each with its own daemon.
 
-# The ordinary user whose daemons these are: any ids without a name.
+# These daemons run as an ordinary user: any ids without a name.
 user=54321
 
 as_user() { printf 'setpriv --reuid=%s --regid=%s --clear-groups --no-new-privs ' "$user" "$user"; }
@@ -13,7 +13,7 @@ option_share() {
     option_guests+=(--fs "$tag=$work/sockets/$tag")
 }
 
-# fill_shares: what each share holds before its daemon starts.
+# fill_shares: the contents of each share before its daemon starts.
 fill_shares() {
     mkdir -p "$work"/shares/{readonly,xattrmap,translate,submounts,onefs,readdir,user,user-none,user-mapped,legacy}
     cd "$work/shares" || return
@@ -48,7 +48,7 @@ options_case() {
     option_share onefs --no-announce-submounts
     option_share readdir --no-readdirplus
     option_share legacy -o xattr,cache=auto,sandbox=chroot
-    # Where the user can read it: a checkout may be in root's own directory.
+    # The user must be able to read it, and the checkout may be in root's own directory.
     read -ra binary <<<"$THRUWAY_DAEMON"
     install -m 755 "${binary[0]}" "$work/daemon"
     mkdir -p "$work/sockets"
@@ -75,7 +75,7 @@ options_case() {
 owner_is() {
     local is
     is=$(stat -c %u:%g "$work/shares/$1")
-    [[ $is == "$2" ]] || fail "$1 is of $is on the host where $2 is due"
+    [[ $is == "$2" ]] || fail "$1 belongs to $is on the host, expected $2"
 }
 
 case_options_uml() { options_case uml; }

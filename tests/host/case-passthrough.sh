@@ -1,17 +1,17 @@
 # shellcheck shell=bash disable=SC2154,SC2034,SC2054  # case-dax.sh has window_case and its settings
-# Window passthrough: files that a guest with the patches of guest-kernel/ reads, writes and maps in place, in QEMU.
+# Window passthrough: a QEMU guest with the patches of guest-kernel reads, writes and maps files in place.
 
-# Whatever its size, a file is passed through, unless a case says otherwise. 256M: its slots and the table.
+# Unless a case says otherwise, files of every size are passed through. 256M holds the slots and the table.
 passthrough_options=(--passthrough-window=256M,required --passthrough-min-size=0)
 
-# The guest with the patches.
+# passthrough: prepares the guest with the patches.
 passthrough() {
     # shellcheck disable=SC2086  # one word or none
     "$root/guest-kernel/build" x86_64 ${DEBUG_KERNEL:+debug}
     window_options=("${passthrough_options[@]}")
     window_boot=(--kernel "$root/target/guest-kernel${DEBUG_KERNEL:+-debug}/bzImage")
-    # KASAN's shadow is an eighth of the memory; KUnit's results are of this level. An interrupt in identify_cpu(), which forgets the
-    # CPU's features for a moment, would have KASAN take addresses of five levels for wild ones.
+    # KASAN's shadow takes an eighth of the memory. KUnit's results need this log level. no5lvl: identify_cpu() clears the CPU's
+    # features for a moment. An interrupt then would make KASAN report valid five-level addresses.
     [[ ! $DEBUG_KERNEL ]] || window_boot+=(--mem 1024 --kernel-args 'loglevel=7 no5lvl')
 }
 
@@ -20,7 +20,7 @@ case_passthrough_files() {
     window_case files passthrough-files.py
 }
 
-# Beside a DAX window, whose part of the region comes first.
+# With a DAX window, whose part of the region comes first.
 case_passthrough_and_dax() {
     passthrough
     window_options=(--dax-window=128M,required --passthrough-window=128M,required --passthrough-min-size=0)
@@ -33,7 +33,7 @@ case_passthrough_messages() {
     window_case messages passthrough-messages.py
 }
 
-# On ext4 and on tmpfs. In a soak a seed takes a CPU some 10 minutes.
+# On ext4 and on tmpfs. In a soak a seed takes a CPU about 10 minutes.
 case_passthrough_fsx() {
     local -A fsx_volume=([guarded]=$(pick '3000 1' '200000 1 2 3') [fast]=$(pick '3000 1' '200000 4 5'))
     passthrough
@@ -46,7 +46,7 @@ case_passthrough_fsx() {
     was_passed fast
 }
 
-# was_passed NAME: the daemon gave the guest files to work on in place.
+# was_passed NAME: checks that the daemon passed a file through.
 was_passed() {
     grep -q 'passthrough.*mapped=Ok' "$work/daemons.logs/daemon-$1.log" || fail "no file of $1 was passed through"
 }
@@ -68,7 +68,7 @@ case_passthrough_pjdfstest() {
     pjdfstest_check passthrough
 }
 
-# The stressors that work on files' contents, five minutes in all in a soak; not fpunch, which fails on a tmpfs itself.
+# The stressors of file contents, five minutes in all in a soak. Without fpunch, which fails on a tmpfs too.
 case_passthrough_stress() {
     passthrough
     make_fast_share share
@@ -107,7 +107,7 @@ case_passthrough_two_guests() {
     logs_are_clean "$work/daemons.logs"
 }
 
-# The guest tears at what it must not: the table, the window beyond its files, acknowledgements.
+# The guest writes to the table and beyond its files, and sends false acknowledgements.
 case_passthrough_hostile() {
     passthrough
     window_case hostile passthrough-hostile.py
@@ -118,14 +118,14 @@ case_passthrough_programs() {
     window_case programs passthrough-programs.py
 }
 
-# QEMU and the daemon are killed; what the guest synced is on the host.
+# QEMU and the daemon are killed. All that the guest has synced is on the host.
 case_passthrough_power_cut() {
     local promised pid
     passthrough
     make_share share
     window_daemon s "$work/share"
     start_window_guest cut --fs "s=$work/sockets/s" "${window_boot[@]}" "$guest_dir/passthrough-power-cut.py"
-    # 120 s: the boot and the writes, in emulation on a busy machine.
+    # 120 s: the boot and the writes, under emulation on a busy machine.
     wait_line "$work/cut.out" '^promised 300 ' 120 "$guest_pid"
     kill -KILL -- "-$(<"$work/cut.pid")"
     for pid in $(family "$daemon_pid"); do kill -KILL "$pid" || true; done
@@ -133,16 +133,16 @@ case_passthrough_power_cut() {
     was_passed s
     promised=$(grep -c '^promised' "$work/cut.out")
     sed -n 's/^promised [0-9]* //p' "$work/cut.out" | while read -r at text; do
-        [[ $(tail -c +$((at + 1)) "$work/share/file" | head -c "${#text}") == "$text" ]] || fail "what was synced at $at is not there: $text"
+        [[ $(tail -c +$((at + 1)) "$work/share/file" | head -c "${#text}") == "$text" ]] || fail "data synced at $at is missing: $text"
     done
-    note "all of $promised synced writes are there"
+    note "all $promised synced writes are on the host"
 }
 
-# The functional suite on files that are passed through; by the same guest where there is nothing to pass through; and by a
-# stock guest where there would be.
+# The functional suite with passed-through files, by the same guest without a window, and by a stock guest with the window
+# offered.
 case_passthrough_functional() {
     passthrough
-    # Without the thousands of empty files, each of which would have a mapping for a moment.
+    # Without thousands of empty files, each of which would be mapped for a moment.
     window_options[1]=--passthrough-min-size=1
     functional_boot=(--dax "${window_boot[@]}")
     functional qemu "${window_options[@]}"
@@ -153,7 +153,7 @@ case_passthrough_no_window() {
     functional_boot=("${window_boot[@]}")
     functional qemu
     make_share theirs
-    # Of this suite, what virtiofsd can do.
+    # The part of this suite that virtiofsd passes.
     guest virtiofsd --kind qemu --daemon "$(peer)" --share "s=$work/theirs" "${window_boot[@]}" \
         "$guest_dir/functional.py" /mnt/s create_open_flags large_requests mmap_shared seek_hole_and_data copy_file_range
 }
@@ -163,10 +163,10 @@ case_passthrough_stock_guest() {
     functional qemu "${passthrough_options[@]}"
 }
 
-# old_guest [--dax]: by the older, stock kernel of Debian trixie.
+# old_guest [--dax]: boots the older stock kernel of Debian trixie.
 old_guest() {
     "$root/vm-images/build-old-kernel"
-    # The level at which the kernel says which it is.
+    # At this level the kernel prints its version.
     functional_boot=("$@" --kernel "$(. "$root/vm-images/lib.sh" && old_kernel_dir)/vmlinuz" --kernel-args loglevel=6)
     functional qemu "${passthrough_options[@]}"
     grep -q 'Linux version 6\.12\.' "$work/functional.logs/console.log" || fail 'the guest did not boot Linux 6.12'

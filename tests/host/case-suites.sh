@@ -1,19 +1,19 @@
 # shellcheck shell=bash disable=SC2154  # lib.sh sets them
 # Suites and loads that others wrote: pjdfstest, fsx, fio, stress-ng.
 
-# What virtiofsd passes, and so what is asked at least.
+# virtiofsd passes this many tests, so this many must pass.
 pjdfstest_passed=382
-# Linux' FUSE sends O_RDONLY | O_TRUNC to the server before it looks whether the file is executed, and so the program may
-# have died of it by then: on a busy machine 1 of 10 with virtiofsd too.
+# Linux's FUSE sends O_RDONLY | O_TRUNC to the server before it checks whether the file is being executed. The program may crash
+# before the check: on a busy machine 1 of 10 runs, with virtiofsd too.
 pjdfstest_racy=open::etxtbsy
 
-# pjdfstest_run NAME KIND DAEMON [BOOT-ARGUMENT...]: the results into $work/NAME.results, lines of a test and its result.
+# pjdfstest_run NAME KIND DAEMON [BOOT-ARGUMENT...]: writes $work/NAME.results, with a test and its result in each line.
 pjdfstest_run() {
     local name=$1 kind=$2 status=0
     make_share "$name"
     "$boot" --kind "$kind" --tools --log-dir "$work/$name.logs" --daemon "$3" --daemon-args --posix-acl \
         --share "s=$work/$name" "${@:4}" "$guest_dir/pjdfstest.sh" 2>&1 | sed 's/\x1b\[[0-9;]*m//g' | tee "$work/$name.out" || status=$?
-    # A test that fails makes the suite's status 1; anything else is no result.
+    # A failed test makes the suite's status 1. Any higher status means that it did not finish.
     ((status <= 1)) || fail "the guest '$name' ended with status $status"
     sed -nE 's/^([a-z0-9_:]+) +(ok|FAILED|skipped|expected_failure)$/\1 \2/p' "$work/$name.out" |
         sed "/^$pjdfstest_racy /d" | sort >"$work/$name.results"
@@ -30,7 +30,7 @@ pjdfstest_check() {
     logs_are_clean "$work/$1.logs"
 }
 
-# pjdfstest_compare OURS THEIRS: the table, and no test that passes there fails here.
+# pjdfstest_compare OURS THEIRS: prints a table, and fails if a test passes only with virtiofsd.
 pjdfstest_compare() {
     local worse
     note "$(printf '%-12s %20s %20s' result "$1" "$2")"
@@ -39,7 +39,7 @@ pjdfstest_compare() {
     done
     join -j 1 "$work/$1.results" "$work/$2.results" | awk '$2 != $3 { printf "note: %s: %s here, %s there\n", $1, $2, $3 }'
     worse=$(join -j 1 -a 2 -e missing -o 0,1.2,2.2 "$work/$1.results" "$work/$2.results" | awk '$3 == "ok" && $2 != "ok"')
-    [[ -z $worse ]] || fail "passes with virtiofsd and not here: $worse"
+    [[ -z $worse ]] || fail "passes only with virtiofsd: $worse"
 }
 
 case_pjdfstest_uml() {
@@ -63,7 +63,7 @@ case_pjdfstest_no_file_handles() {
     pjdfstest_check no-file-handles
 }
 
-# fsx_case KIND OPERATIONS SEED...
+# fsx_case KIND OPERATIONS SEED...: runs fsx in each cache mode.
 fsx_case() {
     local kind=$1 cache arguments=()
     shift
@@ -79,36 +79,36 @@ fsx_case() {
     # 2 h: 18 runs of 100,000 operations, each of some minutes on a busy machine.
     guest fsx --kind "$kind" --tools --timeout 7200 "${arguments[@]}" "$guest_dir/fsx.sh" "$@"
     logs_are_clean "$work/daemons.logs"
-    note "fsx: $1 operations by $(($# - 1)) seeds in each of 6 cache modes"
+    note "fsx: $1 operations with $(($# - 1)) seeds in each of 6 cache modes"
 }
 
 case_fsx_uml() { if [[ $SOAK ]]; then fsx_case uml 100000 1 2 3; else fsx_case uml 3000 1; fi; }
 case_fsx_qemu() { if [[ $SOAK ]]; then fsx_case qemu 10000 4; else fsx_case qemu 300 4; fi; }
 
-# 8 MiB a job shows every way a request can be cut; the soak's 128 MiB goes beyond what the guest has in flight.
+# 8 MiB for each job splits requests in every possible way. The soak's 128 MiB is more than the guest has in flight.
 fio_case() {
     local kind=$1
     shift
     make_fast_share share
-    # 1 h: 36 jobs of a minute at most.
+    # 1 h: 36 jobs of at most a minute.
     guest fio --kind "$kind" --timeout 3600 --share "s=$work/share" --daemon-args --allow-direct-io "$guest_dir/fio.sh" "$@"
 }
 
 case_fio_uml() { fio_case uml "$(pick 8 128)" 'psync libaio io_uring' '4k 64k 1M'; }
 case_fio_qemu() { fio_case qemu "$(pick 2 32)" 'psync libaio io_uring' '4k 64k 1M'; }
 
-# These for a minute each in a soak, the others for some seconds.
+# These run for a minute each in a soak, the others for some seconds.
 main_stressors='dir dentry link symlink rename fallocate flock xattr utime getdent iomix'
 more_stressors='access chattr chmod chown copy-file dirdeep dirmany dup fcntl file-ioctl filename filerace fpunch fsize
     fstat handle hdd io locka lockf lockofd lockmix metamix mknod mmapfiles open pseek readahead revio rlimit seek sendfile
     splice sync-file touch unlink verity'
 
-# stress_case KIND SECONDS STRESSOR...
+# stress_case KIND SECONDS STRESSOR...: runs these stressors.
 stress_case() {
     local kind=$1
     shift
     make_share share
-    # 1 h: a dozen stressors of a minute, or some 40 of seconds; 150 s for one, with what it takes to remove what it left.
+    # 1 h: a dozen stressors of a minute, or 40 of some seconds; removing what a stressor left may take 150 s.
     guest stress --kind "$kind" --timeout 3600 --mem 768 --share "s=$work/share" \
         --daemon-args '--posix-acl --allow-direct-io' "$guest_dir/stress.sh" "$@"
 }
@@ -120,10 +120,11 @@ case_stress_more() { stress_case uml "$(pick 1 5)" $more_stressors; }
 # shellcheck disable=SC2086
 case_stress_qemu() { stress_case qemu "$(pick 2 60)" $main_stressors; }
 
-# The locks that reach the host. Not lockf and lockmix: one process holds a lock, kills another that waits for it, and
-# waits for its end, which never comes, as the stock driver passes no signal on to a request under way.
+# Locks that reach the host. Not lockf and lockmix: there, a process that holds a lock kills one that waits for it, and waits for
+# its end. That never comes, since the stock driver does not interrupt a request.
 case_stress_locks() {
     make_share share
-    guest stress --kind uml --timeout 600 --share "s=$work/share" --daemon-args '--posix-lock --flock' \
+    # 768 MiB, as above: stress-ng touches all of its shared memory at the start, for which 512 are too little.
+    guest stress --kind uml --timeout 600 --mem 768 --share "s=$work/share" --daemon-args '--posix-lock --flock' \
         "$guest_dir/stress.sh" "$(pick 2 60)" flock lockofd locka
 }

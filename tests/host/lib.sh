@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by run-case before the cases.
+# Functions for the cases. run-case sources this file.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 guest_dir=$root/tests/guest
@@ -8,7 +8,7 @@ THRUWAY_DAEMON=${THRUWAY_DAEMON:-$root/target/release/thruwayd}
 SOAK=${SOAK:-} DEBUG_KERNEL=${DEBUG_KERNEL:-}
 export THRUWAY_DAEMON
 
-# On a disk, as /tmp may be a tmpfs that lacks room; open to all, for the daemon of an ordinary user.
+# On a disk, since /tmp may be a tmpfs without enough room. All users may enter it, for daemons of an ordinary user.
 work=$(mktemp -d "/var/tmp/thruway-test.XXXXXX")
 chmod 755 "$work"
 
@@ -16,7 +16,7 @@ chmod 755 "$work"
 clean_up() {
     local pid
     trap - EXIT
-    # TERM, so that boot ends its guest; 5 s, of which it needs one.
+    # TERM lets boot end its guest. 5 s: it needs one.
     for pid in $(jobs -p); do kill -TERM -- "-$pid" 2>/dev/null || kill -TERM "$pid" 2>/dev/null || true; done
     for pid in $(jobs -p); do wait_gone 5 "$pid" || kill -KILL -- "-$pid" 2>/dev/null || true; done
     awk -v prefix="$work/" 'index($2, prefix) == 1 { print $2 }' /proc/self/mounts | tac | xargs -r -n 1 umount -l
@@ -25,7 +25,7 @@ clean_up() {
 trap clean_up EXIT
 trap 'exit 143' TERM INT
 
-# What the daemons said beyond their greetings comes first.
+# First shows what the daemons logged, without the usual messages.
 fail() {
     grep -vE 'imit of open files| of open file| INFO |DEBUG session| TRACE |deprecated' "$work"/daemons.logs/*.log 2>/dev/null || true
     printf 'failed: %s\n' "$*"
@@ -35,35 +35,35 @@ note() { printf 'note: %s\n' "$*"; }
 pick() { if [[ $SOAK ]]; then echo "$2"; else echo "$1"; fi; }
 make_share() { mkdir -m 755 "$work/$1"; }
 
-# A share in memory, for what would else wait for the host's disk at every fsync.
+# A share in memory, for cases that would otherwise wait for the host's disk at every fsync.
 make_fast_share() {
     make_share "$1"
     mount -t tmpfs -o mode=755 tmpfs "$work/$1"
 }
 
-# from_tree PROGRAM ARGUMENT...: a program of the guest's tree that the host need not have.
+# from_tree PROGRAM ARGUMENT...: runs a program of the guest's tree, which the host may lack.
 from_tree() {
     local tree
     tree=$(. "$root/vm-images/lib.sh" && tree_dir)/root
     "$tree/lib64/ld-linux-x86-64.so.2" --library-path "$tree/usr/lib/x86_64-linux-gnu" "$tree/usr/bin/$1" "${@:2}"
 }
 
-# peer: the virtiofsd that the tree's suites were built with.
+# peer: prints the path of virtiofsd.
 peer() (. "$root/vm-images/lib.sh" && printf '%s/bin/virtiofsd\n' "$(tools_dir)")
 
-# logs_are_clean DIRECTORY: no daemon or guest kernel there said that something is wrong with itself.
+# logs_are_clean DIRECTORY: fails if a daemon or a guest kernel logged an error there.
 logs_are_clean() {
     local found
-    # Opening the file or the limit of open files: what the host does not allow is no fault of the daemon's.
+    # Limits that the host sets (open files) are no error of the daemon.
     found=$(grep -HnaE 'panicked|seccomp|SIGSYS|ERROR|\bWARN\b' "$1"/daemon*.log 2>/dev/null |
         grep -vE 'imit of open files|limit .* of open file|deprecated' || true)
     found+=$(grep -HnaE 'BUG:|WARNING:|Oops|Call Trace|blocked for more|Kernel panic|stack segment|general protection|\bnot ok [0-9]' \
         "$1"/console.log 2>/dev/null || true)
-    [[ -z $found ]] || fail "the logs tell of trouble: $found"
+    [[ -z $found ]] || fail "errors in the logs: $found"
 }
 
-# guest NAME BOOT-ARGUMENT...: boots, under a log directory of that name, and checks the logs. 150 s without a word from
-# it is more than any single test or stressor takes; in a soak on a busy machine a seed of fsx takes minutes.
+# guest NAME BOOT-ARGUMENT...: boots a guest and checks its logs, which are in $work/NAME.logs. No test or stressor is silent for
+# 150 s; in a soak on a busy machine a seed of fsx takes minutes.
 guest() {
     local name=$1 status=0
     shift
@@ -72,7 +72,7 @@ guest() {
     logs_are_clean "$work/$name.logs"
 }
 
-# start_daemon NAME DIRECTORY ARGUMENT...: its pid in $daemon_pid, its socket in $work/sockets/NAME, its tag NAME up to an @.
+# start_daemon NAME DIRECTORY ARGUMENT...: sets $daemon_pid. The socket is $work/sockets/NAME, the tag is NAME up to an @.
 start_daemon() {
     local name=$1 directory=$2 command deadline
     shift 2
@@ -82,7 +82,7 @@ start_daemon() {
     setsid "${command[@]}" --socket-path "$work/sockets/$name" --shared-dir "$directory" --tag "${name%@*}" "$@" \
         >"$work/daemons.logs/daemon-$name.log" 2>&1 </dev/null &
     daemon_pid=$!
-    # 10 s: it needs milliseconds, on a busy machine a second.
+    # 10 s: it needs milliseconds, or a second on a busy machine.
     deadline=$((SECONDS + 10))
     until [[ -S $work/sockets/$name ]]; do
         if ((SECONDS > deadline)) || ! kill -0 "$daemon_pid" 2>/dev/null; then
@@ -93,7 +93,7 @@ start_daemon() {
     done
 }
 
-# family PID: it and all its descendants; in its namespace sandbox, the process that serves is the daemon's child.
+# family PID: prints a process and all its descendants. In the namespace sandbox a child of the daemon serves.
 family() {
     local child children
     printf '%s\n' "$1"
@@ -101,7 +101,7 @@ family() {
     for child in "${children[@]}"; do family "$child"; done
 }
 
-# wait_gone SECONDS PID
+# wait_gone SECONDS PID: waits for its end, and fails after this time.
 wait_gone() {
     local deadline=$((SECONDS + $1))
     while kill -0 "$2" 2>/dev/null; do
@@ -110,12 +110,12 @@ wait_gone() {
     done
 }
 
-# wait_line FILE PATTERN SECONDS [PID]: waits for such a line, as long as the process lives that is to write it.
+# wait_line FILE PATTERN SECONDS [PID]: waits for such a line, while the process that writes it lives.
 wait_line() {
     local deadline=$((SECONDS + $3))
     until grep -qE "$2" "$1" 2>/dev/null; do
         ((SECONDS < deadline && $(kill -0 "${4:-$$}" 2>/dev/null; echo $?) == 0)) ||
-            fail "'$2' did not come within $3 s: $(tail -n 5 "$1")"
+            fail "'$2' did not appear within $3 s: $(tail -n 5 "$1")"
         sleep 0.1
     done
 }
