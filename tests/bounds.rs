@@ -4,15 +4,16 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use thruway::device::{self, Handler, Rings};
+use thruway::device::{self, Handler, Urings};
 use thruway::frontend::{Frontend, Options};
 use thruway::fuse::abi::*;
-use thruway::fuse::{LateIo, Outcome, Work};
+use thruway::fuse::ops::Wait;
+use thruway::fuse::{Io, Transport, WayBack, Work};
 use thruway::limits::{LOCK_THREADS, QUEUE_BYTES, URING_REQUESTS, WORK_THREADS};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
@@ -110,46 +111,62 @@ struct Stub {
 }
 
 impl Handler for Stub {
-    fn handle(&self, work: &mut Work) -> Outcome {
+    fn handle(&self, work: &mut Work, from: &mut dyn Transport) -> usize {
         let mut header = InHeader::default();
         work.readable.read_at(0, header.as_mut_bytes());
         let unique = header.unique;
         let reply = move || OutHeader { len: 16, error: 0, unique }.as_bytes().to_vec();
         let seen = self.seen.clone();
         match header.opcode {
-            READ if work.waits => {
+            READ if from.may_wait() => {
                 seen.running.fetch_add(1, Ordering::SeqCst);
                 seen.gate.wait();
-                Outcome::Replied(work.writable.write_at(0, &reply()))
+                work.writable.write_at(0, &reply())
             }
             READ => {
                 seen.read.fetch_add(1, Ordering::SeqCst);
                 let file = self.stream.try_clone().unwrap();
-                Outcome::Io(LateIo { unique, file, offset: 0, size: 1 << 12, write: false, long: false })
+                let data = work.writable.range(16..16 + (1 << 12));
+                from.io(Io { unique, file, offset: 0, write: false, long: false }, &data);
+                0
             }
             SLOW => {
                 seen.slow.fetch_add(1, Ordering::SeqCst);
-                Outcome::Slow(Box::new(move |_| {
+                let slow = move |back: WayBack, _: &AtomicBool| {
                     seen.running.fetch_add(1, Ordering::SeqCst);
                     seen.gate.wait();
-                    reply()
-                }))
+                    back(reply());
+                };
+                from.run(Wait::Host, Box::new(slow)).unwrap();
+                0
             }
-            COPY => Outcome::Slow(Box::new(move |stop| {
-                seen.running.fetch_add(1, Ordering::SeqCst);
-                until(|| stop.load(Ordering::Relaxed));
-                reply()
-            })),
+            COPY => {
+                let copy = move |back: WayBack, stop: &AtomicBool| {
+                    seen.running.fetch_add(1, Ordering::SeqCst);
+                    until(|| stop.load(Ordering::Relaxed));
+                    back(reply());
+                };
+                from.run(Wait::Host, Box::new(copy)).unwrap();
+                0
+            }
             LOCK => {
                 seen.lock.fetch_add(1, Ordering::SeqCst);
-                Outcome::Lock(Box::new(move || {
-                    seen.gate.wait();
-                    reply()
-                }))
+                let gate = seen.clone();
+                let lock = move |back: WayBack, _: &AtomicBool| {
+                    gate.gate.wait();
+                    back(reply());
+                };
+                match from.run(Wait::Lock, Box::new(lock)) {
+                    Ok(()) => 0,
+                    Err(errno) => {
+                        let refused = OutHeader { len: 16, error: -errno.raw_os_error(), unique };
+                        work.writable.write_at(0, refused.as_bytes())
+                    }
+                }
             }
             _ => {
                 seen.fast.fetch_add(1, Ordering::SeqCst);
-                Outcome::Replied(work.writable.write_at(0, &reply()))
+                work.writable.write_at(0, &reply())
             }
         }
     }
@@ -166,11 +183,11 @@ struct Daemon {
 }
 
 impl Daemon {
-    fn start(rings: Rings) -> Self {
+    fn start(urings: Urings) -> Self {
         let (stream, peer) = UnixStream::pair().unwrap();
         let dir = tempfile::tempdir().unwrap();
         let listener = UnixListener::bind(dir.path().join("socket")).unwrap();
-        let options = device::Options { rings: Arc::new(rings), ..Default::default() };
+        let options = device::Options { urings: Arc::new(urings), ..Default::default() };
         let seen = Arc::new(Seen::default());
         let handler = Arc::new(Stub { seen: seen.clone(), stream: stream.into() });
         let thread = thread::spawn(move || device::serve(listener, handler, options));
@@ -232,7 +249,7 @@ fn a_head_that_may_not_be_offered_ends_its_queue() {
     let _ = tracing_subscriber::registry().with(Errors).try_init();
     let [a, b, slow] = [1021, 1022, 1023];
     for bad in [slow, 1024, u16::MAX] {
-        let mut daemon = Daemon::start(Rings::none());
+        let mut daemon = Daemon::start(Urings::none());
         daemon.chain(a, FAST, 2);
         daemon.chain(b, FAST, 2);
         daemon.chain(slow, SLOW, 2);
@@ -262,7 +279,7 @@ fn a_head_that_may_not_be_offered_ends_its_queue() {
 #[test]
 fn a_head_that_came_back_may_be_offered_again() {
     let _alone = alone();
-    let daemon = Daemon::start(Rings::none());
+    let daemon = Daemon::start(Urings::none());
     daemon.chain(1023, FAST, 2);
     daemon.chain(1022, SLOW, 2);
     daemon.seen.gate.open();
@@ -282,7 +299,7 @@ fn the_memory_of_requests_in_flight_is_bounded() {
 }
 
 fn fill(opcode: u32) {
-    let daemon = Daemon::start(Rings::new(1));
+    let daemon = Daemon::start(Urings::new(1));
     let (frontend, seen) = (&daemon.frontend, &daemon.seen);
     let before = BYTES.load(Ordering::Relaxed);
     daemon.chain(0, opcode, 1022);
@@ -321,7 +338,7 @@ fn fill(opcode: u32) {
 #[test]
 fn slow_requests_wait_for_a_thread() {
     let _alone = alone();
-    let daemon = Daemon::start(Rings::none());
+    let daemon = Daemon::start(Urings::none());
     for _ in 0..1000 {
         daemon.submit(SLOW);
     }
@@ -336,7 +353,7 @@ fn slow_requests_wait_for_a_thread() {
 #[test]
 fn waiting_locks_take_no_thread_from_syncs() {
     let _alone = alone();
-    let daemon = Daemon::start(Rings::none());
+    let daemon = Daemon::start(Urings::none());
     for _ in 0..LOCK_THREADS + 44 {
         daemon.submit(LOCK);
     }
@@ -355,7 +372,7 @@ fn a_stop_ends_what_can_end_early() {
     use vhost::vhost_user::VhostUserFrontend;
 
     let _alone = alone();
-    let mut daemon = Daemon::start(Rings::none());
+    let mut daemon = Daemon::start(Urings::none());
     let (copies, per_thread) = (2 * WORK_THREADS, WORK_THREADS);
     let begin = |daemon: &Daemon| {
         let ended = daemon.seen.running.load(Ordering::SeqCst);

@@ -8,9 +8,11 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use rustix::io::Errno;
 use thruway::device::{self, Error, Handler};
 use thruway::frontend::{Frontend, MEMORY_BASE, Options};
-use thruway::fuse::{Outcome, Work};
+use thruway::fuse::ops::Wait;
+use thruway::fuse::{Transport, Work};
 use virtio_bindings::virtio_ring::{VRING_DESC_F_INDIRECT, VRING_DESC_F_NEXT, VRING_DESC_F_WRITE};
 use virtio_queue::desc::split::Descriptor;
 use vm_memory::{Bytes, GuestAddress};
@@ -59,16 +61,17 @@ impl Stub {
         assert_eq!(gates.ended, n);
     }
 
-    fn wait(&self, gate: u64, unique: u64) -> Outcome {
+    fn wait(&self, gate: u64, unique: u64, from: &mut dyn Transport) -> Result<(), Errno> {
         let gates = self.gates.clone();
         let session = gates.0.lock().unwrap().session;
-        Outcome::Lock(Box::new(move || {
+        let wait = move || {
             let shut = |gates: &mut Gates| !gates.open.contains(&gate) && gates.session == session;
             let mut state = gates.1.wait_while(gates.0.lock().unwrap(), shut).unwrap();
             state.ended += 1;
             gates.1.notify_all();
             reply(unique, if state.session == session { 0 } else { -libc::EINTR }, b"late")
-        }))
+        };
+        from.run(Wait::Lock, Box::new(move |back, _| back(wait())))
     }
 }
 
@@ -78,10 +81,10 @@ fn reply(unique: u64, error: i32, body: &[u8]) -> Vec<u8> {
 }
 
 impl Handler for Stub {
-    fn handle(&self, work: &mut Work) -> Outcome {
+    fn handle(&self, work: &mut Work, from: &mut dyn Transport) -> usize {
         let mut head = [0; 40];
         if work.readable.read_at(0, &mut head) < 40 {
-            return Outcome::Silent;
+            return 0;
         }
         let opcode = u32::from_le_bytes(head[4..8].try_into().unwrap());
         let unique = u64::from_le_bytes(head[8..16].try_into().unwrap());
@@ -91,7 +94,10 @@ impl Handler for Stub {
         let reply = match opcode {
             ECHO => reply(unique, 0, &body),
             NAME => reply(unique, 0, std::fs::read("/proc/thread-self/comm").unwrap().trim_ascii_end()),
-            WAIT => return self.wait(nodeid, unique),
+            WAIT => match self.wait(nodeid, unique, from) {
+                Ok(()) => return 0,
+                Err(errno) => reply(unique, -errno.raw_os_error(), &[]),
+            },
             SLOW => {
                 thread::sleep(Duration::from_millis(5));
                 self.slow_done.fetch_add(1, Ordering::SeqCst);
@@ -100,9 +106,9 @@ impl Handler for Stub {
             _ => reply(unique, -libc::ENOSYS, &[]),
         };
         if reply.len() > work.writable.len() {
-            return Outcome::Silent;
+            return 0;
         }
-        Outcome::Replied(work.writable.write_at(0, &reply))
+        work.writable.write_at(0, &reply)
     }
 
     fn reset(&self) {

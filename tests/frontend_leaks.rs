@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 
 use thruway::device::{self, Handler};
 use thruway::frontend::{Frontend, Options};
-use thruway::fuse::{Outcome, Work};
+use thruway::fuse::{Transport, Work};
 
 struct Nothing;
 
 impl Handler for Nothing {
-    fn handle(&self, _: &mut Work) -> Outcome {
-        Outcome::Silent
+    fn handle(&self, _: &mut Work, _: &mut dyn Transport) -> usize {
+        0
     }
 
     fn reset(&self) {}

@@ -5,17 +5,18 @@ use std::io::Write;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use thruway::device::{self, Handler, Rings};
+use thruway::device::{self, Handler, LARGE, Urings};
 use thruway::frontend::{Frontend, Options};
 use thruway::fs::{Config, PassthroughFs, proc_self_fd};
 use thruway::fuse::abi::*;
 use thruway::fuse::buf::IoVecs;
-use thruway::fuse::ops::{Control, Files, Names, Reading, Served};
-use thruway::fuse::{LateIo, Outcome, Server, Work};
+use thruway::fuse::ops::{Control, Files, Names, Wait};
+use thruway::fuse::{Io, Reply, Server, Transport, WayBack, Work};
 use zerocopy::{FromBytes, IntoBytes};
 
 /// Reads `nodeid` bytes of a stream.
@@ -24,9 +25,9 @@ const READ: u32 = 1000;
 const SLOW: u32 = 1001;
 /// Replies at once.
 const FAST: u32 = 1002;
-/// Takes the worker 20 ms, and fails with EPERM if it is told that others wait.
+/// Takes the worker 20 ms. One that moves data fails with EPERM if it should leave the worker.
 const HEAVY: u32 = 1003;
-/// The node of a [`HEAVY`] request that is said to be a READ or WRITE.
+/// The node of a [`HEAVY`] request that moves data.
 const DATA: u64 = 1;
 
 const LONG: Duration = Duration::from_secs(10);
@@ -34,31 +35,31 @@ const LONG: Duration = Duration::from_secs(10);
 struct Stub(OwnedFd);
 
 impl Handler for Stub {
-    fn handle(&self, work: &mut Work) -> Outcome {
+    fn handle(&self, work: &mut Work, from: &mut dyn Transport) -> usize {
         let mut header = InHeader::default();
         work.readable.read_at(0, header.as_mut_bytes());
         let unique = header.unique;
         let empty = move || OutHeader { len: 16, error: 0, unique }.as_bytes().to_vec();
         match header.opcode {
-            READ => Outcome::Io(LateIo {
-                unique,
-                file: self.0.try_clone().unwrap(),
-                offset: 0,
-                size: header.nodeid as usize,
-                write: false,
-                long: false,
-            }),
-            SLOW => Outcome::Slow(Box::new(move |_| {
-                thread::sleep(Duration::from_millis(50));
-                empty()
-            })),
+            READ => {
+                let io = Io { unique, file: self.0.try_clone().unwrap(), offset: 0, write: false, long: false };
+                from.io(io, &work.writable.range(16..16 + header.nodeid as usize));
+                0
+            }
+            SLOW => {
+                let slow = move |back: WayBack, _: &AtomicBool| {
+                    thread::sleep(Duration::from_millis(50));
+                    back(empty());
+                };
+                from.run(Wait::Host, Box::new(slow)).unwrap();
+                0
+            }
             HEAVY => {
                 thread::sleep(Duration::from_millis(20));
-                work.data = header.nodeid == DATA;
-                let error = if work.crowded { -libc::EPERM } else { 0 };
-                Outcome::Replied(work.writable.write_at(0, OutHeader { len: 16, error, unique }.as_bytes()))
+                let error = if header.nodeid == DATA && from.moves(LARGE) { -libc::EPERM } else { 0 };
+                work.writable.write_at(0, OutHeader { len: 16, error, unique }.as_bytes())
             }
-            _ => Outcome::Replied(work.writable.write_at(0, &empty())),
+            _ => work.writable.write_at(0, &empty()),
         }
     }
 
@@ -71,14 +72,14 @@ struct Daemon {
 }
 
 impl Daemon {
-    fn start(handler: impl Handler, rings: Rings) -> Self {
-        Self::start_with(handler, rings, Options::default())
+    fn start(handler: impl Handler, urings: Urings) -> Self {
+        Self::start_with(handler, urings, Options::default())
     }
 
-    fn start_with(handler: impl Handler, rings: Rings, frontend: Options) -> Self {
+    fn start_with(handler: impl Handler, urings: Urings, frontend: Options) -> Self {
         let path = tempfile::tempdir().unwrap().keep().join("socket");
         let listener = UnixListener::bind(&path).unwrap();
-        let options = device::Options { rings: Arc::new(rings), ..Default::default() };
+        let options = device::Options { urings: Arc::new(urings), ..Default::default() };
         let thread = thread::spawn(move || device::serve(listener, Arc::new(handler), options));
         let frontend = Frontend::connect(&path, frontend).unwrap();
         std::fs::remove_dir_all(path.parent().unwrap()).unwrap();
@@ -91,20 +92,20 @@ impl Daemon {
     }
 }
 
-fn with_a_peer(rings: Rings) -> (Daemon, UnixStream) {
+fn with_a_peer(urings: Urings) -> (Daemon, UnixStream) {
     let (read, write) = UnixStream::pair().unwrap();
-    (Daemon::start(Stub(read.into()), rings), write)
+    (Daemon::start(Stub(read.into()), urings), write)
 }
 
-fn rings() -> Rings {
-    let rings = Rings::new(1);
-    assert!(rings.of(1).is_some(), "there is no io_uring here");
-    rings
+fn urings() -> Urings {
+    let urings = Urings::new(1);
+    assert!(urings.of(1).is_some(), "there is no io_uring here");
+    urings
 }
 
 #[test]
 fn a_read_that_waits_lets_others_pass() {
-    let (daemon, mut peer) = with_a_peer(rings());
+    let (daemon, mut peer) = with_a_peer(urings());
     let frontend = &daemon.frontend;
     let (_, head) = frontend.header(READ, 6000, 0);
     let read = frontend.submit(1, &[&head], &[16, 3000, 3000]).unwrap();
@@ -120,7 +121,7 @@ fn a_read_that_waits_lets_others_pass() {
 
 #[test]
 fn a_ring_stops_when_what_waits_is_there() {
-    let (daemon, mut peer) = with_a_peer(rings());
+    let (daemon, mut peer) = with_a_peer(urings());
     let frontend = &daemon.frontend;
     let (_, head) = frontend.header(READ, 100, 0);
     let read = frontend.submit(1, &[&head], &[16, 100]).unwrap();
@@ -142,7 +143,7 @@ fn a_ring_stops_when_what_waits_is_there() {
 
 #[test]
 fn a_frontend_that_leaves_waits_for_nothing_but_the_read() {
-    let (daemon, peer) = with_a_peer(rings());
+    let (daemon, peer) = with_a_peer(urings());
     let (_, head) = daemon.frontend.header(READ, 100, 0);
     daemon.frontend.submit(1, &[&head], &[16, 100]).unwrap();
     daemon.frontend.request(1, FAST, 1, b"", b"", 0).unwrap();
@@ -165,7 +166,11 @@ fn a_cold_read_is_told_from_a_warm_one() {
     let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), Config::default()).unwrap();
     fs.enter_thread();
     let node = fs.lookup(ROOT_ID, c"cold").unwrap().nodeid;
-    let Served::Now(open) = fs.open(node, &OpenIn::default()).unwrap() else { panic!("there is no window") };
+    let (send, opened) = mpsc::channel();
+    let mut reply = Reply::late(1, Box::new(move |reply| send.send(reply).unwrap()));
+    fs.open(node, &OpenIn::default(), false, &mut reply).unwrap();
+    reply.finish(Ok(()));
+    let open = OpenOut::read_from_bytes(&opened.recv().unwrap()[16..]).unwrap();
     let mut data = vec![0; 1 << 17];
     let mut read = || {
         let mut to = IoVecs::default();
@@ -179,18 +184,18 @@ fn a_cold_read_is_told_from_a_warm_one() {
         // A page may stay, and a disk may be quick enough: not every time, though.
         let waited = (0..100).any(|_| {
             rustix::fs::fadvise(&file, missing, None, rustix::fs::Advice::DontNeed).unwrap();
-            matches!(read(), Reading::Waits(_))
+            read().is_none()
         });
         assert!(waited, "from {missing}");
         file.read_exact_at(&mut [0; 100_000], 0).unwrap();
-        assert!(matches!(read(), Reading::Done(100_000)));
+        assert_eq!(read(), Some(100_000));
     }
 }
 
 /// What nobody waits for gathers for a while, so that it costs few wake-ups.
 #[test]
 fn forgets_gather() {
-    let (daemon, _peer) = with_a_peer(Rings::none());
+    let (daemon, _peer) = with_a_peer(Urings::none());
     let waited = |_: &usize| {
         // The worker sleeps again by then; but for one that has just been woken, by the ring's start or on a busy machine.
         thread::sleep(Duration::from_millis(10));
@@ -202,14 +207,16 @@ fn forgets_gather() {
     daemon.end();
 }
 
-/// Who moves much data while others wait is told so, if there is somebody else to do it. Data that waits for data is no crowd.
+/// A large transfer is told to leave the worker after metadata has waited, if there is io_uring. Data that waits for data does not
+/// count.
 #[test]
 fn large_requests_are_told_of_a_crowd() {
-    for (rings, data, told) in [(rings(), 0, -libc::EPERM), (rings(), DATA, 0), (Rings::none(), 0, 0)] {
-        let (daemon, _peer) = with_a_peer(rings);
+    for (urings, data, told) in [(urings(), 0, -libc::EPERM), (urings(), DATA, 0), (Urings::none(), 0, 0)] {
+        let (daemon, _peer) = with_a_peer(urings);
         let frontend = &daemon.frontend;
-        let submit = |_| {
-            let (_, head) = frontend.header(HEAVY, data, 128 << 10);
+        let submit = |n| {
+            let node = if n == 3 { DATA } else { data };
+            let (_, head) = frontend.header(HEAVY, node, 128 << 10);
             frontend.submit(1, &[&head, &[0; 128 << 10]], &[16]).unwrap()
         };
         let tokens: Vec<_> = (0..4).map(submit).collect();
@@ -227,7 +234,7 @@ fn a_crowd_of_large_requests_is_served() {
     let root = rustix::fs::open(dir.path(), rustix::fs::OFlags::PATH, rustix::fs::Mode::empty()).unwrap();
     let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), Config::default()).unwrap();
     let options = Options { mem_size: 64 << 20, ..Options::default() };
-    let daemon = Daemon::start_with(Server::new(fs), rings(), options);
+    let daemon = Daemon::start_with(Server::new(fs), urings(), options);
     let frontend = &daemon.frontend;
     frontend.fuse_init(0).unwrap();
     let create = CreateIn { flags: libc::O_RDWR as u32, mode: libc::S_IFREG | 0o600, ..Default::default() };
@@ -262,7 +269,7 @@ fn a_crowd_of_large_requests_is_served() {
 /// The guest's view of a file on a disk whose pages are not in memory: by io_uring and without.
 #[test]
 fn a_cold_file_reads_as_it_is() {
-    for rings in [Rings::new(1), Rings::none()] {
+    for urings in [Urings::new(1), Urings::none()] {
         // Not in /tmp, which may be in memory.
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let file = File::create(dir.path().join("cold")).unwrap();
@@ -272,7 +279,7 @@ fn a_cold_file_reads_as_it_is() {
         rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
         let root = rustix::fs::open(dir.path(), rustix::fs::OFlags::PATH, rustix::fs::Mode::empty()).unwrap();
         let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), Config::default()).unwrap();
-        let daemon = Daemon::start(Server::new(fs), rings);
+        let daemon = Daemon::start(Server::new(fs), urings);
         let frontend = &daemon.frontend;
         frontend.fuse_init(0).unwrap();
         let entry = frontend.request(1, Opcode::Lookup as u32, ROOT_ID, b"cold\0", b"", 128).unwrap();

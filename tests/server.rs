@@ -4,12 +4,16 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicBool;
+use std::sync::mpsc;
 
 use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
 use tempfile::TempDir;
 use thruway::fs::{Config, PassthroughFs, proc_self_fd};
 use thruway::fuse::abi::*;
-use thruway::fuse::{Outcome, Server, Work};
+use thruway::fuse::buf::IoRange;
+use thruway::fuse::ops::Wait;
+use thruway::fuse::{Io, Job, Server, Transport, WayBack, Work};
 use thruway::limits::{DATA_BYTES, INODE_MEMORY, REMOVED_PARTS};
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -39,6 +43,37 @@ unsafe impl GlobalAlloc for Counting {
 
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
+
+/// Takes note of what a request wants from another thread.
+#[derive(Default)]
+struct Here {
+    may_wait: bool,
+    io: bool,
+    job: Option<(Wait, Job)>,
+}
+
+impl Transport for Here {
+    fn moves(&mut self, _bytes: usize) -> bool {
+        false
+    }
+
+    fn may_wait(&self) -> bool {
+        self.may_wait
+    }
+
+    fn io(&mut self, _io: Io, _data: &IoRange) {
+        self.io = true;
+    }
+
+    fn detach(&mut self) -> WayBack {
+        unreachable!("there is no window")
+    }
+
+    fn run(&mut self, wait: Wait, job: Job) -> Result<(), Errno> {
+        self.job = Some((wait, job));
+        Ok(())
+    }
+}
 
 struct Guest {
     server: Server<PassthroughFs>,
@@ -78,24 +113,19 @@ impl Guest {
     /// Sends raw bytes; the reply's length, if there is one.
     fn raw(&mut self, room: usize) -> Option<usize> {
         self.load(room);
-        match self.server.handle(&mut self.work) {
-            Outcome::Replied(n) => Some(n),
-            Outcome::Silent => None,
-            Outcome::Deferred(wait) | Outcome::Lock(wait) => Some(self.late(&wait())),
-            Outcome::Slow(wait) => Some(self.late(&wait(&AtomicBool::new(false)))),
-            Outcome::Io(_) => {
-                self.work.waits = true;
-                let n = self.raw(room);
-                self.work.waits = false;
-                n
-            }
-            Outcome::Handed(_) => unreachable!("there is no window"),
+        let mut here = Here::default();
+        let n = self.server.handle(&mut self.work, &mut here);
+        if here.io {
+            self.load(room);
+            let mut here = Here { may_wait: true, ..Here::default() };
+            return Some(self.server.handle(&mut self.work, &mut here)).filter(|n| *n > 0);
         }
-    }
-
-    fn late(&mut self, reply: &[u8]) -> usize {
-        self.reply[..reply.len()].copy_from_slice(reply);
-        reply.len()
+        let Some((_, job)) = here.job else { return Some(n).filter(|n| *n > 0) };
+        let (send, sent) = mpsc::channel();
+        job(Box::new(move |reply| send.send(reply).unwrap()), &AtomicBool::new(false));
+        let reply = sent.recv().unwrap();
+        self.reply[..reply.len()].copy_from_slice(&reply);
+        Some(reply.len())
     }
 
     /// Sends a request: the reply's body, or the errno.
@@ -213,7 +243,7 @@ fn data_is_moved_by_system_calls_alone() {
             guest.work.writable.push(reply.as_mut_ptr(), if sent > 0 { 24 } else { 16 }, true);
             guest.work.writable.push(data.as_mut_ptr(), data.len() - sent, false);
         }
-        assert!(matches!(guest.server.handle(&mut guest.work), Outcome::Replied(_)));
+        assert!(guest.server.handle(&mut guest.work, &mut Here::default()) > 0);
         assert_eq!(OutHeader::ref_from_prefix(&reply).unwrap().0.error, 0);
     }
     assert_eq!(std::fs::read(guest.dir.path().join("file")).unwrap(), [7; 1 << 17]);
@@ -245,9 +275,9 @@ fn what_takes_bytes_away_is_not_for_a_queues_worker() {
         let header = InHeader { len, opcode: opcode as u32, unique: 9, nodeid: node, ..Default::default() };
         guest.request = [header.as_bytes(), args].concat();
         guest.load(usize::MAX);
-        let outcome = guest.server.handle(&mut guest.work);
-        let is_elsewhere = matches!(outcome, Outcome::Slow(_) | Outcome::Deferred(_));
-        assert_eq!(is_elsewhere, elsewhere, "{opcode:?}");
+        let mut here = Here::default();
+        guest.server.handle(&mut guest.work, &mut here);
+        assert_eq!(here.job.is_some(), elsewhere, "{opcode:?}");
     }
 }
 

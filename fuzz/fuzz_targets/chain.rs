@@ -5,7 +5,7 @@ use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
 use std::sync::OnceLock;
 
 use libfuzzer_sys::fuzz_target;
-use thruway::device::doors::{DirtyLog, Memory, MemoryAtomic, Segment, Table, is_near, load, mark_dirty, write};
+use thruway::device::doors::{Memory, MemoryAtomic, RegionState, Segment, Table, is_near, load, mark_dirty, write};
 use thruway::fuse::Work;
 use thruway_fuzz::Input;
 use vm_memory::mmap::MmapRegion;
@@ -15,7 +15,7 @@ use vm_memory::{Bytes, FileOffset, GuestAddress, GuestAddressSpace, GuestMemoryB
 const REGIONS: [(u64, usize, bool); 4] =
     [(0, 0x4000, false), (0x8000, 0x2000, false), (0xa000, 0x1000, false), (0xb000, 0x1000, true)];
 
-fn region(addr: u64, len: usize, far: bool) -> GuestRegionMmap<DirtyLog> {
+fn region(addr: u64, len: usize, far: bool) -> GuestRegionMmap<RegionState> {
     let mapping = if far {
         let file: OwnedFd = rustix::fs::memfd_create("far", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&file, len as u64).unwrap();

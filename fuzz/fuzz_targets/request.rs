@@ -3,7 +3,6 @@
 
 use std::cell::RefCell;
 use std::ffi::CStr;
-use std::ops::ControlFlow;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicBool;
 
@@ -12,8 +11,8 @@ use rustix::io::Errno;
 use thruway::fuse::abi::*;
 use thruway::fuse::buf::IoRange;
 use thruway::fuse::ops::*;
-use thruway::fuse::{Outcome, Server, Work};
-use thruway_fuzz::Input;
+use thruway::fuse::{Reply, Server, Transport, Work};
+use thruway_fuzz::{Here, Input};
 use zerocopy::{FromBytes, IntoBytes};
 
 /// Looks at every byte that it is given, and says yes; to odd numbers of files it says no.
@@ -46,10 +45,7 @@ fn entry() -> Result<EntryOut> {
 impl Control for Anything {
     fn enter_thread(&self) {}
     fn init(&self, offered: InitFlags) -> Result<Session> {
-        let passthrough: Option<Handover> = offered
-            .contains(InitFlags::PASSTHROUGH_SHM)
-            .then(|| -> Handover { Box::new(|answer| answer(Err(Errno::NODEV))) });
-        Ok(Session { flags: offered, map_alignment: 21, passthrough })
+        Ok(Session { flags: offered, map_alignment: 21 })
     }
     fn destroy(&self) {}
     fn interrupt(&self, _unique: u64) {}
@@ -120,34 +116,34 @@ impl Names for Anything {
 }
 
 impl Files for Anything {
-    fn open(&self, node: u64, _open: &OpenIn) -> Result<Served<OpenOut>> {
+    fn open(&self, node: u64, _open: &OpenIn, _patient: bool, reply: &mut Reply) -> Result<()> {
         ask(node)?;
-        Ok(match node % 3 {
-            0 => Served::Later(Box::new(|answer| answer(Ok(OpenOut::default())))),
-            _ => Served::Now(OpenOut::default()),
-        })
+        match node % 3 {
+            0 => reply.detach().answer(Ok(OpenOut::default())),
+            _ => reply.put(&OpenOut::default())?,
+        }
+        Ok(())
     }
-    fn open_waiting(&self, node: u64, open: &OpenIn) -> Result<Served<OpenOut>> {
-        self.open(node, open)
-    }
-    fn truncates(&self, node: u64, _fh: Option<u64>) -> Result<Truncates> {
+    fn truncating_waits(&self, node: u64, _fh: Option<u64>) -> Result<Option<Wait>> {
         ask(node)?;
-        Ok([Truncates::Here, Truncates::Slowly, Truncates::Waits][(node % 3) as usize])
+        Ok([None, Some(Wait::Host), Some(Wait::Others)][(node % 3) as usize])
     }
-    fn create(&self, parent: u64, n: &CStr, _create: &CreateIn, by: &Creator) -> Result<Served<Created>> {
+    fn create(&self, parent: u64, n: &CStr, _create: &CreateIn, by: &Creator, reply: &mut Reply) -> Result<()> {
         name(n);
         creator(by);
-        ask(parent).and_then(|()| Ok(Served::Now((entry()?, OpenOut::default()))))
+        ask(parent)?;
+        reply.put(&CreateOut { entry: entry()?, open: OpenOut::default() })
     }
-    fn tmpfile(&self, parent: u64, _create: &CreateIn, by: &Creator) -> Result<Served<Created>> {
+    fn tmpfile(&self, parent: u64, _create: &CreateIn, by: &Creator, reply: &mut Reply) -> Result<()> {
         creator(by);
-        ask(parent).and_then(|()| Ok(Served::Now((entry()?, OpenOut::default()))))
+        ask(parent)?;
+        reply.put(&CreateOut { entry: entry()?, open: OpenOut::default() })
     }
-    fn read(&self, node: u64, read: &ReadIn, to: &IoRange, _waits: bool) -> Result<Reading> {
+    fn read(&self, node: u64, read: &ReadIn, to: &IoRange, _waits: bool) -> Result<Option<usize>> {
         assert!(to.len() <= read.size as usize);
         let sum: usize = to.as_slice().iter().map(|s| s.iov_len).sum();
         assert_eq!(sum, to.len());
-        ask(node).map(|()| Reading::Done(to.len()))
+        ask(node).map(|()| Some(to.len()))
     }
     fn file_for_read(&self, _node: u64, _read: &ReadIn) -> Result<Option<OwnedFd>> {
         Ok(None)
@@ -246,9 +242,9 @@ impl Locks for Anything {
     fn getlk(&self, node: u64, lk: &LkIn) -> Result<LkOut> {
         ask(node).map(|()| LkOut { lk: lk.lk })
     }
-    fn setlk(&self, node: u64, _unique: u64, _lk: &LkIn, wait: bool) -> Result<ControlFlow<LockWait>> {
+    fn setlk(&self, node: u64, _unique: u64, _lk: &LkIn, wait: bool) -> Result<Option<LockWait>> {
         ask(node)?;
-        Ok(if wait { ControlFlow::Break(Box::new(|| Err(Errno::INTR))) } else { ControlFlow::Continue(()) })
+        Ok(wait.then(|| -> LockWait { Box::new(|| Err(Errno::INTR)) }))
     }
 }
 
@@ -256,13 +252,18 @@ impl Mappings for Anything {
     fn has_mappings(&self) -> bool {
         true
     }
-    fn setupmapping(&self, node: u64, _args: &SetupmappingIn) -> Result<Handover> {
-        ask(node)?;
-        Ok(Box::new(|answer| answer(Ok(()))))
+    fn start_passthrough(&self, answer: Answer) {
+        answer(Err(Errno::NODEV));
     }
-    fn removemapping(&self, parts: &[RemovemappingOne]) -> Result<Handover> {
+    fn setupmapping(&self, node: u64, _args: &SetupmappingIn, reply: &mut Reply) -> Result<()> {
+        ask(node)?;
+        reply.answer_later()(Ok(()));
+        Ok(())
+    }
+    fn removemapping(&self, parts: &[RemovemappingOne], reply: &mut Reply) -> Result<()> {
         look(parts.as_bytes());
-        Ok(Box::new(|answer| answer(Err(Errno::INVAL))))
+        reply.answer_later::<()>()(Err(Errno::INVAL));
+        Ok(())
     }
 }
 
@@ -283,7 +284,7 @@ thread_local! {
 }
 
 /// Serves one request, its readable part cut at these places, with so much room. Returns the reply.
-fn serve(kept: &mut Kept, cuts: [u8; 2], room: usize, (crowded, waits): (bool, bool)) {
+fn serve(kept: &mut Kept, cuts: [u8; 2], room: usize, (crowded, may_wait): (bool, bool)) {
     let Kept { server, work, request, reply } = kept;
     let (base, len) = (request.as_mut_ptr(), request.len());
     let mut cuts = cuts.map(|cut| usize::from(cut).min(len));
@@ -300,23 +301,25 @@ fn serve(kept: &mut Kept, cuts: [u8; 2], room: usize, (crowded, waits): (bool, b
         work.writable.push(reply.as_mut_ptr(), first, true);
         work.writable.push(reply.as_mut_ptr().wrapping_add(first), rest, true);
     }
-    (work.crowded, work.waits) = (crowded, waits);
     let unique = InHeader::read_from_prefix(request).map_or(0, |(header, _)| header.unique);
     let check = move |reply: &[u8]| {
         let (header, _) = OutHeader::read_from_prefix(reply).unwrap();
         assert_eq!((header.len as usize, header.unique), (reply.len(), unique));
         assert!((-4095..=0).contains(&header.error) && (header.error == 0 || reply.len() == 16));
     };
-    match server.handle(work) {
-        Outcome::Replied(len) => {
-            assert!(len <= room);
-            check(&reply[..len]);
-        }
-        Outcome::Silent => {}
-        Outcome::Deferred(wait) | Outcome::Lock(wait) => check(&wait()),
-        Outcome::Slow(wait) => check(&wait(&AtomicBool::new(crowded))),
-        Outcome::Io(_) => unreachable!("no file was offered for it"),
-        Outcome::Handed(hand) => hand(Box::new(move |reply| check(&reply))),
+    let mut here = Here { crowded, may_wait, ..Here::default() };
+    let len = server.handle(work, &mut here);
+    assert!(!here.io, "no file was offered for it");
+    if let Some((_, job)) = here.job.take() {
+        job(here.detach(), &AtomicBool::new(crowded));
+        assert!(here.late.lock().unwrap().is_some());
+    }
+    if let Some(reply) = here.late.lock().unwrap().take() {
+        assert_eq!(len, 0);
+        check(&reply);
+    } else if len > 0 {
+        assert!(len <= room);
+        check(&reply[..len]);
     }
     work.readable.clear();
     work.writable.clear();

@@ -2,15 +2,16 @@
 #![no_main]
 
 use std::cell::RefCell;
-use std::sync::atomic::{AtomicBool, AtomicUsize};
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
-use thruway::device::doors::{DirtyLog, Memory, MemoryAtomic, Vring, Workers};
-use thruway::device::{Handler, Rings};
-use thruway::fuse::{Outcome, Work};
+use thruway::device::doors::{Memory, MemoryAtomic, RegionState, Service, Vring, Workers};
+use thruway::device::{Handler, Urings};
+use thruway::fuse::ops::Wait;
+use thruway::fuse::{Transport, WayBack, Work};
 use thruway_fuzz::Input;
 use vhost_user_backend::VringT;
 use vm_memory::mmap::MmapRegion;
@@ -26,41 +27,32 @@ const LEN: u64 = 0x4000;
 /// Rounds of the other thread: more than a worker takes for what an input offers.
 const ROUNDS: usize = 8;
 
-type Answer = Box<dyn FnOnce(Vec<u8>) + Send>;
-
 /// Answers in each way that there is, as the request says.
 #[derive(Default)]
-struct Any(Mutex<Vec<Answer>>);
+struct Any(Mutex<Vec<WayBack>>);
 
 impl Handler for Any {
-    fn handle(&self, work: &mut Work) -> Outcome {
+    fn handle(&self, work: &mut Work, from: &mut dyn Transport) -> usize {
         let mut head = [0; 4];
         work.readable.read_at(0, &mut head);
         let mut all = [0; 64];
         let n = work.readable.read_at(usize::from(head[3]), &mut all);
         let room = work.writable.len();
         match head[0] % 8 {
-            0 => Outcome::Replied(work.writable.write_at(0, &all[..n])),
-            1 => Outcome::Silent,
-            2 => match head[2] % 2 {
-                0 => Outcome::Deferred(Box::new(move || vec![1; usize::from(head[1])])),
-                _ => Outcome::Lock(Box::new(move || vec![1; usize::from(head[1])])),
-            },
-            3 => Outcome::Slow(Box::new(move |_| vec![2; usize::from(head[1])])),
-            4 => Outcome::Handed(Box::new(move |answer| answer(vec![3; usize::from(head[1])]))),
-            5 => {
-                let (send, receive) = sync_channel(1);
-                let handed = Outcome::Handed(Box::new(move |answer| drop(send.send(answer))));
-                // It is kept until the other thread, or the end, lets it go.
-                self.0
-                    .lock()
-                    .unwrap()
-                    .push(Box::new(move |reply| receive.try_iter().for_each(|answer: Answer| answer(reply.clone()))));
-                handed
+            0 => return work.writable.write_at(0, &all[..n]),
+            1 => {}
+            2 | 3 => {
+                let wait = [Wait::Others, Wait::Lock, Wait::Host][usize::from(head[2] % 3)];
+                // Too many may wait.
+                let _ = from.run(wait, Box::new(move |back, _| back(vec![1; usize::from(head[1])])));
             }
-            6 => Outcome::Replied(room),
-            _ => Outcome::Replied(usize::MAX),
+            4 => from.detach()(vec![3; usize::from(head[1])]),
+            // It is kept until the other thread, or the end, lets it go.
+            5 => self.0.lock().unwrap().push(from.detach()),
+            6 => return room,
+            _ => return usize::MAX,
         }
+        0
     }
 
     fn reset(&self) {}
@@ -69,7 +61,7 @@ impl Handler for Any {
 impl Any {
     fn answer(&self) {
         let kept = std::mem::take(&mut *self.0.lock().unwrap());
-        kept.into_iter().for_each(|answer| answer(vec![4; 20]));
+        kept.into_iter().for_each(|back| back(vec![4; 20]));
     }
 }
 
@@ -84,7 +76,7 @@ struct Kept {
 impl Kept {
     fn new() -> Self {
         // Two regions that touch, the rings in the first.
-        let region = |addr| GuestRegionMmap::new(MmapRegion::<DirtyLog>::new(0x2000).unwrap(), GuestAddress(addr));
+        let region = |addr| GuestRegionMmap::new(MmapRegion::<RegionState>::new(0x2000).unwrap(), GuestAddress(addr));
         let mem = MemoryAtomic::new(Memory::from_regions(vec![region(0).unwrap(), region(0x2000).unwrap()]).unwrap());
         let (jobs, work) = sync_channel::<(Vec<Write>, Arc<Any>)>(1);
         let (tell, done) = sync_channel(1);
@@ -105,13 +97,11 @@ impl Kept {
             }
         });
         let workers = Workers {
-            handler: Arc::default(),
+            service: Arc::new(Service { handler: Arc::default(), pools: Arc::default(), waiting: Arc::default() }),
             mem,
             closing: AtomicBool::new(false),
             logging: AtomicBool::new(true),
-            waiting: Arc::new(AtomicUsize::new(0)),
-            pools: Arc::default(),
-            rings: Arc::new(Rings::none()),
+            urings: Arc::new(Urings::none()),
             poll: Duration::ZERO,
         };
         Self { workers, jobs, done }
@@ -168,7 +158,7 @@ fuzz_target!(|bytes: &[u8]| {
         ring.set_queue_info(DESCRIPTORS, AVAILABLE, USED).unwrap();
         ring.set_queue_ready(true);
         ring.set_enabled(true);
-        kept.jobs.send((writes(&mut input, 16), kept.workers.handler.clone())).unwrap();
+        kept.jobs.send((writes(&mut input, 16), kept.workers.service.handler.clone())).unwrap();
         kept.workers.drain(&ring.0, 1);
         if how & 2 != 0 {
             // The virtual machine is paused and goes on, or the driver begins anew.
@@ -184,7 +174,7 @@ fuzz_target!(|bytes: &[u8]| {
         }
         ring.set_enabled(how & 16 != 0);
         ring.0.reset();
-        kept.workers.handler.answer();
+        kept.workers.service.handler.answer();
         assert!(!ring.0.owes() && !ring.0.is_started());
     });
 });

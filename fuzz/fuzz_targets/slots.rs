@@ -12,7 +12,7 @@ use libfuzzer_sys::fuzz_target;
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, fstat, ftruncate, memfd_create};
 use rustix::io::{Errno, pwrite};
 use rustix::mm::{MapFlags, ProtFlags, mmap};
-use thruway::fuse::ops::{Handover, Result, Served};
+use thruway::fuse::ops::{Answer, Result};
 use thruway::window::doors::Rig;
 use thruway::window::proxy::{Event, Kind, Opened};
 use thruway::window::{Facts, Frontend, RANGE, Settings, Source, StandIns, Writable};
@@ -175,7 +175,7 @@ impl Kept {
 
     fn start(&mut self) {
         let on = Answered::default();
-        on.ask(self.rig.pass().start());
+        self.rig.pass().start(on.to());
         self.drain();
         assert_eq!(on.take(), Some(Ok(())));
     }
@@ -216,9 +216,9 @@ impl Kept {
 struct Answered<T = ()>(Arc<Mutex<Option<Result<T>>>>);
 
 impl<T: Send + 'static> Answered<T> {
-    fn ask(&self, handover: Handover<T>) {
+    fn to(&self) -> Answer<T> {
         let to = self.0.clone();
-        handover(Box::new(move |result| *to.lock().unwrap() = Some(result)));
+        Box::new(move |result| *to.lock().unwrap() = Some(result))
     }
 
     fn take(&self) -> Option<Result<T>> {
@@ -259,9 +259,9 @@ fuzz_target!(|bytes: &[u8]| {
             match what % 20 {
                 0 | 1 => {
                     let source = (who & 0x40 == 0).then(|| kept.source(node));
-                    if let Served::Later(hand) = pass.open(node, kept.file(node).as_fd(), source) {
+                    if pass.open(node, kept.file(node).as_fd(), source).is_pending() {
                         let answer = Answered::default();
-                        answer.ask(hand);
+                        pass.decided(node, answer.to());
                         asked.push(answer);
                     }
                 }
@@ -310,23 +310,20 @@ fuzz_target!(|bytes: &[u8]| {
                 13 => kept.acknowledge(index, input.number() as u32),
                 14 => {
                     let answer = Answered::default();
-                    answer.ask(pass.ask(node, bytes_of(&mut input), bytes_of(&mut input), who & 0x80 != 0));
+                    pass.ask(node, bytes_of(&mut input), bytes_of(&mut input), who & 0x80 != 0, answer.to());
                     kept.drain();
                     assert!(answer.take().is_some());
                 }
                 15 => {
                     let (at, len, from) = (bytes_of(&mut input), bytes_of(&mut input), bytes_of(&mut input));
-                    let answer = Answered::default();
-                    match window.map(at, len, from, who & 0x80 != 0, node, kept.source(node)) {
-                        Ok(hand) => answer.ask(hand),
-                        Err(errno) => assert_eq!(errno, Errno::INVAL),
+                    let answer = || Answered::default().to();
+                    if let Err(errno) = window.map((at, len), from, who & 0x80 != 0, node, kept.source(node), answer) {
+                        assert_eq!(errno, Errno::INVAL);
                     }
                 }
                 16 => {
                     let parts = [(bytes_of(&mut input), bytes_of(&mut input))];
-                    if let Ok(hand) = window.unmap(&parts) {
-                        Answered::default().ask(hand);
-                    }
+                    let _ = window.unmap(&parts, || Answered::default().to());
                 }
                 17 => *kept.mapped.1.lock().unwrap() = who % 3,
                 18 if who & 0xf0 == 0 => {

@@ -18,22 +18,24 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use thruway::device::{self, Handler, Options};
-use thruway::fuse::{Outcome, Work};
+use thruway::fuse::ops::Wait;
+use thruway::fuse::{Transport, Work};
 use thruway_fuzz::Input;
 
 /// Serves requests somehow, and takes any session.
 struct Any;
 
 impl Handler for Any {
-    fn handle(&self, work: &mut Work) -> Outcome {
+    fn handle(&self, work: &mut Work, from: &mut dyn Transport) -> usize {
         let mut head = [0; 1];
         work.readable.read_at(0, &mut head);
         match head[0] % 4 {
-            0 => Outcome::Replied(work.writable.write_at(0, b"0123456789abcdef")),
-            1 => Outcome::Silent,
-            2 => Outcome::Slow(Box::new(|_| vec![2; 16])),
-            _ => Outcome::Handed(Box::new(|answer| answer(vec![3; 16]))),
+            0 => return work.writable.write_at(0, b"0123456789abcdef"),
+            1 => {}
+            2 => from.run(Wait::Host, Box::new(|back, _| back(vec![2; 16]))).unwrap(),
+            _ => from.detach()(vec![3; 16]),
         }
+        0
     }
     fn reset(&self) {}
     fn save(&self) -> io::Result<Vec<u8>> {

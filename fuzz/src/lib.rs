@@ -2,6 +2,47 @@
 
 pub mod share;
 
+use std::sync::{Arc, Mutex};
+
+use thruway::fuse::buf::IoRange;
+use thruway::fuse::ops::{Result, Wait};
+use thruway::fuse::{Io, Job, Transport, WayBack};
+
+/// Takes note of what a request wants from another thread, and of a late reply.
+#[derive(Default)]
+pub struct Here {
+    pub crowded: bool,
+    pub may_wait: bool,
+    /// It wants somebody else to move its data.
+    pub io: bool,
+    pub job: Option<(Wait, Job)>,
+    pub late: Arc<Mutex<Option<Vec<u8>>>>,
+}
+
+impl Transport for Here {
+    fn moves(&mut self, _bytes: usize) -> bool {
+        self.crowded
+    }
+
+    fn may_wait(&self) -> bool {
+        self.may_wait
+    }
+
+    fn io(&mut self, _io: Io, _data: &IoRange) {
+        self.io = true;
+    }
+
+    fn detach(&mut self) -> WayBack {
+        let late = self.late.clone();
+        Box::new(move |reply| *late.lock().unwrap() = Some(reply))
+    }
+
+    fn run(&mut self, wait: Wait, job: Job) -> Result<()> {
+        self.job = Some((wait, job));
+        Ok(())
+    }
+}
+
 /// The bytes of an input that are left. What reads past the end gets zeros.
 pub struct Input<'a>(pub &'a [u8]);
 

@@ -13,8 +13,11 @@ use rustix::process::{getegid, geteuid, getpid};
 use rustix::thread::{CapabilitySet, UnshareFlags, capabilities, unshare_unsafe};
 use thruway::fs::{Config, PassthroughFs, proc_self_fd};
 use thruway::fuse::abi::*;
-use thruway::fuse::{Outcome, Server, Work};
+use thruway::fuse::ops::Wait;
+use thruway::fuse::{Server, Transport, Work};
 use zerocopy::{FromBytes, IntoBytes};
+
+use super::Here;
 
 /// In each file outside of the share; a reply must not have it.
 pub const SECRET: &[u8] = b"canary: not for the guest";
@@ -164,32 +167,24 @@ impl Guest {
             self.work.readable.push(self.request.as_mut_ptr(), self.request.len(), true);
             self.work.writable.push(self.reply.as_mut_ptr(), self.reply.len(), true);
         }
-        self.work.waits = false;
-        let mut served = self.server.handle(&mut self.work);
-        if let Outcome::Io(_) = served {
-            self.work.waits = true;
-            served = self.server.handle(&mut self.work);
+        let mut here = Here::default();
+        let mut n = self.server.handle(&mut self.work, &mut here);
+        if here.io {
+            here = Here { may_wait: true, ..Here::default() };
+            n = self.server.handle(&mut self.work, &mut here);
+            assert!(!here.io && here.job.is_none());
         }
-        let late = match served {
-            Outcome::Replied(n) => {
-                assert!(n <= self.reply.len());
-                None.ok_or(n)
-            }
-            Outcome::Silent => return Ok(&[]),
-            Outcome::Deferred(wait) => Ok(wait()),
-            Outcome::Slow(wait) => Ok(wait(&AtomicBool::new(false))),
-            Outcome::Lock(_) => return Err(libc::EINPROGRESS),
-            Outcome::Io(_) => unreachable!("it may wait"),
-            Outcome::Handed(_) => unreachable!("there is no window"),
-        };
-        let reply = match late {
-            Err(n) => &self.reply[..n],
-            Ok(late) => {
-                let n = late.len().min(self.reply.len());
-                self.reply[..n].copy_from_slice(&late[..n]);
-                &self.reply[..n]
-            }
-        };
+        match here.job.take() {
+            Some((Wait::Lock, _)) => return Err(libc::EINPROGRESS),
+            Some((_, job)) => job(here.detach(), &AtomicBool::new(false)),
+            None if n == 0 => return Ok(&[]),
+            None => assert!(n <= self.reply.len()),
+        }
+        if let Some(late) = here.late.lock().unwrap().take() {
+            n = late.len().min(self.reply.len());
+            self.reply[..n].copy_from_slice(&late[..n]);
+        }
+        let reply = &self.reply[..n];
         let (header, body) = OutHeader::ref_from_prefix(reply).unwrap();
         assert!(header.unique == self.unique && header.len as usize >= reply.len());
         assert!((-4095..=0).contains(&header.error));

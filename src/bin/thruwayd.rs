@@ -72,14 +72,14 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
         }
         None => None,
     };
-    let rings = Arc::new(device::Rings::new(options.num_request_queues));
+    let urings = Arc::new(device::Urings::new(options.num_request_queues));
     seccomp::apply(options.seccomp, options.syslog)?;
     tracing::info!("waiting for a vhost-user frontend on {}", options.endpoint());
     let device = device::Options {
         tag: options.tag.clone(),
         request_queues: options.num_request_queues,
         keep_alive: options.keep_alive,
-        rings,
+        urings,
         poll: Duration::from_micros(options.poll_us),
         window,
     };

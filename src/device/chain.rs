@@ -4,21 +4,17 @@
 use virtio_queue::desc::split::Descriptor;
 use vm_memory::bitmap::Bitmap;
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryError, GuestMemoryRegion};
+use zerocopy::IntoBytes;
 
-use super::dirty::is_mapped_file;
+use super::region::is_mapped_file;
 use super::{LoadedMemory, Memory};
 use crate::fuse::Work;
+use crate::fuse::abi::{InHeader, OutHeader};
+use crate::fuse::buf::IoVecs;
 use crate::limits::CHAIN_DESCRIPTORS;
 
 /// Size of a descriptor in memory, in bytes (section 2.7.5).
 const DESCRIPTOR_SIZE: u32 = 16;
-
-/// Sizes of fuse_in_header and fuse_out_header in bytes (include/uapi/linux/fuse.h).
-const IN_HEADER_LEN: usize = 40;
-const OUT_HEADER_LEN: usize = 16;
-
-/// Offset of fuse_in_header.unique in bytes.
-const UNIQUE_AT: usize = 8;
 
 /// A device-writable range of guest memory.
 #[derive(Clone, Copy)]
@@ -34,10 +30,24 @@ pub struct Table {
     pub len: u16,
 }
 
+/// A chain that goes back to the driver.
+#[derive(Clone, Copy)]
+pub struct Used {
+    pub head: u16,
+    /// Bytes written.
+    pub len: u32,
+}
+
+impl Used {
+    pub fn new(head: u16, written: usize) -> Self {
+        Self { head, len: u32::try_from(written).unwrap_or(u32::MAX) }
+    }
+}
+
 /// A [`Work`] that holds the slices of a chain for as long as the memory under them is sure to be mapped.
 pub struct Loaded<'a> {
     pub work: &'a mut Work,
-    mem: &'a LoadedMemory,
+    _mem: &'a LoadedMemory,
 }
 
 impl Drop for Loaded<'_> {
@@ -48,24 +58,16 @@ impl Drop for Loaded<'_> {
 }
 
 impl Loaded<'_> {
-    /// Keeps the memory that the slices point to mapped.
-    pub fn memory(&self) -> LoadedMemory {
-        self.mem.clone()
-    }
-
     /// Answers the request with an errno, without its being served. Returns the length of the reply: 0 if the
     /// request's header or room for the answer is missing.
     pub fn refuse(&mut self, errno: i32) -> usize {
-        let mut header = [0; IN_HEADER_LEN];
-        let fits = self.work.writable.len() >= OUT_HEADER_LEN;
-        if !fits || self.work.readable.read_at(0, &mut header) < IN_HEADER_LEN {
+        let mut request = InHeader::default();
+        let fits = self.work.writable.len() >= size_of::<OutHeader>();
+        if !fits || self.work.readable.read_at(0, request.as_mut_bytes()) < size_of::<InHeader>() {
             return 0;
         }
-        let mut reply = [0; OUT_HEADER_LEN];
-        reply[..4].copy_from_slice(&(OUT_HEADER_LEN as u32).to_le_bytes());
-        reply[4..8].copy_from_slice(&(-errno).to_le_bytes());
-        reply[8..].copy_from_slice(&header[UNIQUE_AT..UNIQUE_AT + 8]);
-        self.work.writable.write_at(0, &reply)
+        let reply = OutHeader { len: size_of::<OutHeader>() as u32, error: -errno, unique: request.unique };
+        self.work.writable.write_at(0, reply.as_bytes())
     }
 }
 
@@ -81,7 +83,7 @@ pub fn load<'a>(
     segments: &mut Vec<Segment>,
 ) -> (Loaded<'a>, Result<(), i32>) {
     segments.clear();
-    let loaded = Loaded { work, mem };
+    let loaded = Loaded { work, _mem: mem };
     let mut walk = Walk::new(mem, table, head);
     let fault = gather(&mut walk, mem, loaded.work, segments);
     (loaded, fault)
@@ -106,7 +108,7 @@ fn gather(walk: &mut Walk, mem: &Memory, work: &mut Work, segments: &mut Vec<Seg
     fault
 }
 
-fn push(mem: &Memory, addr: GuestAddress, len: u32, to: &mut crate::fuse::buf::IoVecs) -> Result<(), i32> {
+fn push(mem: &Memory, addr: GuestAddress, len: u32, to: &mut IoVecs) -> Result<(), i32> {
     each_slice(mem, addr, len as usize, |region, offset, len| {
         let base = region.get_host_address(vm_memory::MemoryRegionAddress(offset)).map_err(|_| libc::EFAULT)?;
         let near = !is_mapped_file(region);

@@ -5,12 +5,15 @@
 
 mod chain;
 mod config;
-mod dirty;
+mod crowd;
 mod late;
+mod origin;
 mod poll;
 mod pool;
 mod queue;
+mod region;
 mod ring;
+mod scratch;
 mod shmem;
 mod state;
 mod uring;
@@ -37,13 +40,14 @@ use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::fuse::ops::FileSystem;
-use crate::fuse::{Outcome, Server, Work};
+use crate::fuse::{Server, Transport, Work};
 use crate::limits;
 use crate::window::Window;
 use config::ConfigSpace;
-use dirty::DirtyLog;
+use origin::Service;
 use pool::Pools;
 use queue::Workers;
+use region::RegionState;
 use ring::Vring;
 use shmem::Channel;
 use state::Transfer;
@@ -52,20 +56,22 @@ use state::Transfer;
 #[cfg(fuzzing)]
 pub mod doors {
     pub use super::chain::{Segment, Table, is_near, load, mark_dirty, write};
-    pub use super::dirty::DirtyLog;
+    pub use super::origin::Service;
     pub use super::pool::Pools;
     pub use super::queue::Workers;
+    pub use super::region::RegionState;
     pub use super::ring::Vring;
     pub type Memory = super::Memory;
     pub type MemoryAtomic = super::GuestMemory;
 }
 
 pub use config::TAG_LEN;
+pub use crowd::LARGE;
 pub(crate) use poll::offer_cpu;
-pub use uring::Rings;
+pub use uring::Urings;
 
 /// One memory table of the guest.
-type Memory = GuestMemoryMmap<DirtyLog>;
+type Memory = GuestMemoryMmap<RegionState>;
 
 /// The guest's memory, whose table the frontend may replace.
 type GuestMemory = GuestMemoryAtomic<Memory>;
@@ -82,9 +88,12 @@ pub const POLL_US: u64 = 100;
 
 /// What serves the requests that come over the queues.
 pub trait Handler: Send + Sync + 'static {
-    /// Serves one request. Called by several threads at a time; both lists may be empty. It should not wait: until it
-    /// returns, no other request of the queue is served and the ring cannot be stopped.
-    fn handle(&self, work: &mut Work) -> Outcome;
+    /// Serves one request. Returns the length in bytes of the reply in `work.writable`, which counts unless `from` was told to
+    /// answer. Called by several threads at a time; both lists of slices may be empty.
+    ///
+    /// Unless `from` says that it may, it should not wait: until it returns, no other request of the queue is served, and the ring
+    /// cannot be stopped.
+    fn handle(&self, work: &mut Work, from: &mut dyn Transport) -> usize;
 
     /// The guest or its device was reset, or the frontend is gone: ends requests that wait and forgets the session.
     fn reset(&self);
@@ -100,9 +109,9 @@ pub trait Handler: Send + Sync + 'static {
     }
 }
 
-impl<F: FileSystem + Send + Sync + 'static> Handler for Server<F> {
-    fn handle(&self, work: &mut Work) -> Outcome {
-        Server::handle(self, work)
+impl<F: FileSystem> Handler for Server<F> {
+    fn handle(&self, work: &mut Work, from: &mut dyn Transport) -> usize {
+        Server::handle(self, work, from)
     }
 
     fn reset(&self) {
@@ -130,7 +139,7 @@ pub struct Options {
     /// Longest that a worker polls its empty queue before it sleeps; 0: not at all.
     pub poll: Duration,
     /// For I/O that takes long.
-    pub rings: Arc<Rings>,
+    pub urings: Arc<Urings>,
     /// The shared memory regions, which the handler's file system uses too.
     pub window: Option<Arc<Window>>,
 }
@@ -142,7 +151,7 @@ impl Default for Options {
             request_queues: 1,
             keep_alive: false,
             poll: Duration::ZERO,
-            rings: Arc::new(Rings::none()),
+            urings: Arc::new(Urings::none()),
             window: None,
         }
     }
@@ -218,13 +227,11 @@ impl<H: Handler> Device<H> {
         pools: &Arc<Pools>,
     ) -> Result<Arc<Self>, Error> {
         let workers = Workers {
-            handler,
+            service: Arc::new(Service { handler, pools: pools.clone(), waiting: waiting.clone() }),
             mem: GuestMemoryAtomic::new(Memory::new()),
             closing: AtomicBool::new(false),
             logging: AtomicBool::new(false),
-            waiting: waiting.clone(),
-            pools: pools.clone(),
-            rings: options.rings.clone(),
+            urings: options.urings.clone(),
             poll: options.poll,
         };
         Ok(Arc::new(Self {
@@ -246,7 +253,7 @@ impl<H: Handler> Device<H> {
         // vhost-user-backend has an exit event of its own, but never closes it.
         for (queue, worker) in daemon.get_epoll_handlers().iter().enumerate() {
             let mut events = vec![(self.exit.as_raw_fd(), self.exit_token())];
-            events.extend(self.workers.rings.of(queue).map(|uring| (uring.lock().event(), self.uring_token())));
+            events.extend(self.workers.urings.of(queue).map(|uring| (uring.lock().event(), self.uring_token())));
             for (fd, token) in events {
                 let added = worker.register_listener(fd, EventSet::IN, token.into());
                 added.map_err(|e| Error::Setup(e.to_string()))?;
@@ -256,7 +263,7 @@ impl<H: Handler> Device<H> {
         let end = started.and_then(|()| connection_end(daemon.wait()));
         self.close();
         drop(daemon);
-        self.workers.handler.reset();
+        self.workers.service.handler.reset();
         end
     }
 
@@ -283,7 +290,7 @@ impl<H: Handler> Device<H> {
         self.rings.len() as u16 + 1
     }
 
-    /// The event number of a worker's [`Rings`].
+    /// The event number of a worker's [`Urings`].
     fn uring_token(&self) -> u16 {
         self.exit_token() + 1
     }
@@ -298,7 +305,7 @@ fn connection_end(end: Result<(), BackendError>) -> Result<(), Error> {
 }
 
 impl<H: Handler> VhostUserBackend for Device<H> {
-    type Bitmap = DirtyLog;
+    type Bitmap = RegionState;
     type Vring = Vring;
 
     fn num_queues(&self) -> usize {
@@ -336,7 +343,7 @@ impl<H: Handler> VhostUserBackend for Device<H> {
 
     fn reset_device(&self) {
         self.reset_rings();
-        self.workers.handler.reset();
+        self.workers.service.handler.reset();
     }
 
     fn set_event_idx(&self, _enabled: bool) {}
@@ -374,10 +381,10 @@ impl<H: Handler> VhostUserBackend for Device<H> {
         if self.rings.iter().filter_map(OnceLock::get).any(|ring| ring.0.is_started()) {
             return Err(state::refuse("the device is running"));
         }
-        let handler = self.workers.handler.clone();
+        let handler = self.workers.service.handler.clone();
         match direction {
             VhostTransferStateDirection::SAVE => {
-                let waiting = self.workers.waiting.load(Ordering::Acquire) > 0;
+                let waiting = self.workers.service.waiting.load(Ordering::Acquire) > 0;
                 if waiting || self.rings.iter().filter_map(OnceLock::get).any(|ring| ring.0.owes()) {
                     return Err(state::refuse("a process of the guest waits for a lock, which cannot move"));
                 }
@@ -402,7 +409,7 @@ impl<H: Handler> VhostUserBackend for Device<H> {
             return Err(io::ErrorKind::ConnectionAborted.into());
         }
         if event == self.uring_token()
-            && let Some(uring) = self.workers.rings.of(thread)
+            && let Some(uring) = self.workers.urings.of(thread)
         {
             uring.lock().seen();
         }

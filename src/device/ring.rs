@@ -12,9 +12,9 @@ use vhost_user_backend::{VringMutex, VringState, VringStateGuard, VringStateMutG
 use virtio_queue::{Error as QueueError, Queue, QueueOwnedT, QueueState, QueueT};
 use vm_memory::{GuestAddress, GuestAddressSpace};
 
-use super::chain::{self, Segment, Table};
+use super::chain::{self, Segment, Table, Used};
 use super::late::Late;
-use super::queue::{BATCH, Scratch};
+use super::scratch::{BATCH, Scratch};
 use super::{GuestMemory, LoadedMemory, Memory};
 use crate::limits;
 
@@ -30,7 +30,7 @@ pub struct Ring {
     heads: Mutex<Heads>,
     /// Held by the worker while it serves what it took from the ring; whoever stops the ring waits here.
     worker: Mutex<Option<Box<Scratch>>>,
-    late: Mutex<Late<Completion, QueueState>>,
+    late: Mutex<LateReplies>,
     /// A notification was due when the frontend had given no call event.
     owed: AtomicBool,
     /// Jobs of [`Busy`], and a way to wait for their end.
@@ -85,22 +85,16 @@ impl Heads {
     }
 }
 
-/// A reply and where it belongs.
-pub struct Completion {
+/// Where a late reply belongs.
+pub struct Promise {
     session: u64,
     head: u16,
     /// Guest addresses, as the memory table may change until the reply is there. Enough for the longest reply.
     segments: Vec<Segment>,
-    pub reply: Vec<u8>,
 }
 
-/// A chain that goes back to the driver.
-#[derive(Clone, Copy)]
-pub struct Used {
-    pub head: u16,
-    /// Bytes written.
-    pub len: u32,
-}
+/// Replies that came late, and the ring as it was when it stopped.
+type LateReplies = Late<(Promise, Vec<u8>), QueueState>;
 
 type State<'a> = <VringMutex<GuestMemory> as VringStateMutGuard<'a, GuestMemory>>::G;
 
@@ -177,37 +171,41 @@ impl Ring {
     }
 
     /// What a reply to the chain at `head` needs to find its way. To be called by the worker while it serves the chain.
-    pub fn promise(&self, head: u16, segments: &[Segment]) -> Completion {
+    pub fn promise(&self, head: u16, segments: &[Segment]) -> Promise {
         let segments = chain::first(segments, limits::LATE_REPLY_BYTES).to_vec();
-        Completion { session: self.late.lock().session(), head, segments, reply: Vec::new() }
+        Promise { session: self.late.lock().session(), head, segments }
     }
 
     /// Delivers a late reply, now or when the ring runs again; drops it if the ring's session is over.
-    pub fn complete(&self, completion: Completion) {
+    pub fn complete(&self, promise: Promise, reply: Vec<u8>) {
         let mut late = self.late.lock();
-        if late.keep(completion.session, completion) {
+        if late.keep(promise.session, (promise, reply)) {
             self.deliver(&mut late);
         }
     }
 
-    fn deliver(&self, late: &mut Late<Completion, QueueState>) {
+    fn deliver(&self, late: &mut LateReplies) {
         let mut state = self.vring.get_mut();
         if live(&state) {
             self.give_back(&mut state, late);
         }
     }
 
-    fn give_back(&self, state: &mut State, late: &mut Late<Completion, QueueState>) {
+    fn give_back(&self, state: &mut State, late: &mut LateReplies) {
         if !late.owes() {
             return;
         }
         let mem = self.mem.memory();
-        let reply = |c: Completion| {
-            let len = chain::write(&mem, &c.segments, &c.reply).unwrap_or(0);
-            Used { head: c.head, len: len as u32 }
+        let write = |(promise, reply): (Promise, Vec<u8>)| {
+            Used::new(promise.head, chain::write(&mem, &promise.segments, &reply).unwrap_or(0))
         };
-        let mut used = late.take().map(reply).collect();
+        let mut used = late.take().map(write).collect();
         self.publish(state, &mem, &mut used);
+    }
+
+    /// Set while somebody waits for the end of what was taken from the ring.
+    pub fn stopping(&self) -> &AtomicBool {
+        &self.stopping
     }
 
     /// Says that another thread serves a request, and that the ring cannot be stopped until it has.
@@ -299,9 +297,8 @@ impl Ring {
 pub struct Busy(Arc<Ring>);
 
 impl Busy {
-    /// Whether someone waits for its end.
-    pub fn stopping(&self) -> &AtomicBool {
-        &self.0.stopping
+    pub fn ring(&self) -> &Arc<Ring> {
+        &self.0
     }
 
     /// The guest's memory and the queue's descriptor table.
@@ -318,10 +315,10 @@ impl Busy {
     }
 
     /// Delivers its reply.
-    pub fn complete(self, completion: Completion) {
+    pub fn complete(self, promise: Promise, reply: Vec<u8>) {
         let ring = &self.0;
         let mut late = ring.late.lock();
-        if late.keep(completion.session, completion) {
+        if late.keep(promise.session, (promise, reply)) {
             // Even while it is being stopped: the worker's batch is delivered then too.
             ring.give_back(&mut ring.vring.get_mut(), &mut late);
         }

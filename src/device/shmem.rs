@@ -10,7 +10,7 @@ use vhost::vhost_user::{Backend, VhostUserFrontendReqHandler};
 use vm_memory::{GuestAddressSpace, GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap};
 
 use super::GuestMemory;
-use super::dirty::DirtyLog;
+use super::region::RegionState;
 use super::ring::Vring;
 use crate::window::Frontend;
 
@@ -28,7 +28,7 @@ impl Frontend for Channel {
 
     fn mapped(&self, file: BorrowedFd, from: u64, len: u64) -> usize {
         let wanted = identity(file);
-        let is_it = |region: &&GuestRegionMmap<DirtyLog>| {
+        let is_it = |region: &&GuestRegionMmap<RegionState>| {
             let place = region.file_offset().filter(|place| place.start() == from && region.len() == len);
             place.is_some_and(|place| identity(place.file().as_fd()) == wanted)
         };

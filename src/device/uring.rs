@@ -14,9 +14,8 @@ use parking_lot::Mutex;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::LoadedMemory;
-use super::chain::{self, Segment};
-use super::ring::Used;
-use crate::fuse::LateIo;
+use super::chain::{self, Segment, Used};
+use crate::fuse::Io;
 use crate::fuse::buf::IOV_MAX;
 use crate::limits::URING_REQUESTS;
 
@@ -25,9 +24,9 @@ use crate::limits::URING_REQUESTS;
 const ENTRIES: u32 = URING_REQUESTS as u32 / 2;
 
 /// The rings: one for each request queue, as far as there are CPUs to keep them busy.
-pub struct Rings(Vec<Arc<Mutex<Uring>>>);
+pub struct Urings(Vec<Arc<Mutex<Uring>>>);
 
-impl Rings {
+impl Urings {
     /// Makes up to `queues` rings. Where there is no io_uring, there are none: that is said, once.
     pub fn new(queues: u16) -> Self {
         let cpus = std::thread::available_parallelism().map_or(1, |n| n.get());
@@ -63,7 +62,7 @@ struct UnderWay {
     head: u16,
     segments: Vec<Segment>,
     _iovecs: Vec<iovec>,
-    io: LateIo,
+    io: Io,
     /// Keeps what the iovecs point to mapped.
     mem: LoadedMemory,
 }
@@ -98,7 +97,7 @@ impl Uring {
     }
 
     /// Begins I/O with `data`, the part of a chain's slices that is for it. False if it cannot be begun, or enough is under way.
-    pub fn begin(&mut self, io: LateIo, data: &[iovec], head: u16, segments: &[Segment], mem: LoadedMemory) -> bool {
+    pub fn begin(&mut self, io: Io, data: &[iovec], head: u16, segments: &[Segment], mem: LoadedMemory) -> bool {
         if data.is_empty() || data.len() > IOV_MAX || self.under_way.len() >= URING_REQUESTS {
             return false;
         }

@@ -3,19 +3,22 @@
 use std::ffi::CStr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::task::Poll;
 
 use rustix::fs::{
     self, FallocateFlags, Mode, OFlags, SeekFrom, copy_file_range, fallocate, fdatasync, fsync, openat, seek,
 };
 use rustix::io::Errno;
+use zerocopy::{Immutable, IntoBytes};
 
 use super::fd::{FdPath, stat};
 use super::handle::Handle;
 use super::inode::Inode;
 use super::{CachePolicy, PassthroughFs, cred, sys};
+use crate::fuse::Reply;
 use crate::fuse::abi::*;
 use crate::fuse::buf::IoRange;
-use crate::fuse::ops::{Created, Creator, Files, Reading, Result, Served, Truncates};
+use crate::fuse::ops::{Creator, Files, Result, Wait};
 
 /// The modes of fallocate(2) that Linux sends. The others move or cut a file's contents, which may be mapped: the window's
 /// guard does not see that.
@@ -61,8 +64,15 @@ impl PassthroughFs {
         }
     }
 
-    /// Gives the guest an open file. `flags`: its own.
-    fn opened(&self, inode: &Arc<Inode>, file: OwnedFd, flags: u32) -> Result<Served<OpenOut>> {
+    /// Gives the guest an open file. `flags`: its own. `out`: the reply's body.
+    fn opened<T: IntoBytes + Immutable>(
+        &self,
+        inode: &Arc<Inode>,
+        file: OwnedFd,
+        flags: u32,
+        reply: &mut Reply,
+        out: impl FnOnce(OpenOut) -> T + Send + 'static,
+    ) -> Result<()> {
         self.places.fits(file.as_fd())?;
         let mut open_flags = match self.config.cache {
             CachePolicy::Auto => OpenFlags::empty(),
@@ -79,11 +89,22 @@ impl PassthroughFs {
         let unmapped = flags & libc::O_ACCMODE as u32 != libc::O_RDWR as u32;
         open_flags.set(OpenFlags::NOFLUSH, unmapped && !handle.host.flushes && !self.config.posix_lock);
         let fh = self.handles.insert(handle).inspect_err(|_| self.uncount(inode.id))?;
-        Ok(entry.map(move |entry| match entry {
-            // There is no cache that the other flags could be about.
-            Some(index) => OpenOut { fh, open_flags: OpenFlags::PASSTHROUGH.bits(), backing_id: index as i32 },
-            None => OpenOut { fh, open_flags: open_flags.bits(), backing_id: 0 },
-        }))
+        let out = move |entry: Option<u32>| {
+            out(match entry {
+                // There is no cache that the other flags could be about.
+                Some(index) => OpenOut { fh, open_flags: OpenFlags::PASSTHROUGH.bits(), backing_id: index as i32 },
+                None => OpenOut { fh, open_flags: open_flags.bits(), backing_id: 0 },
+            })
+        };
+        match (entry, self.passing()) {
+            (Poll::Ready(entry), _) => return reply.put(&out(entry)),
+            (Poll::Pending, Some(pass)) => {
+                let reply = reply.detach();
+                pass.decided(inode.id, Box::new(move |entry| reply.answer(entry.map(out))));
+            }
+            (Poll::Pending, None) => return Err(Errno::IO),
+        }
+        Ok(())
     }
 
     /// Whether such an open is like any other for reading. A lock goes with its own.
@@ -105,7 +126,14 @@ impl PassthroughFs {
         self.passing().into_iter().for_each(|pass| pass.release(node));
     }
 
-    fn open_known(&self, node: u64, open: &OpenIn, patient: bool) -> Result<Served<OpenOut>> {
+    fn open_known<T: IntoBytes + Immutable>(
+        &self,
+        node: u64,
+        open: &OpenIn,
+        patient: bool,
+        reply: &mut Reply,
+        out: impl FnOnce(OpenOut) -> T + Send + 'static,
+    ) -> Result<()> {
         let inode = self.inodes.get(node)?;
         // A device or FIFO is the guest's own affair; to open the host's could block or act.
         if inode.format() != libc::S_IFREG {
@@ -115,7 +143,7 @@ impl PassthroughFs {
         if self.is_plain(open.flags)
             && let Some(file) = inode.take_readable()
         {
-            return self.opened(&inode, file, open.flags);
+            return self.opened(&inode, file, open.flags, reply, out);
         }
         let opening = || {
             self.try_open(open.flags, |flags| match patient {
@@ -132,39 +160,36 @@ impl PassthroughFs {
                 file
             }
         };
-        self.opened(&inode, file, open.flags)
+        self.opened(&inode, file, open.flags, reply, out)
     }
 
     /// Opens what was there already when the guest wanted to make it.
     ///
     /// # Errors
     /// ESTALE where that could wait: the guest looks again and then sends an OPEN.
-    fn open_found(&self, node: u64, create: &CreateIn) -> Result<Served<OpenOut>> {
+    fn open_found(&self, entry: EntryOut, create: &CreateIn, reply: &mut Reply) -> Result<()> {
+        let node = entry.nodeid;
         let truncates = create.flags & libc::O_TRUNC as u32 != 0;
-        if truncates && self.truncates(node, None)? != Truncates::Here {
+        if truncates && self.truncating_waits(node, None)?.is_some() {
             return Err(Errno::STALE);
         }
         let open = OpenIn { flags: create.flags, open_flags: create.open_flags };
-        match self.open_known(node, &open, false) {
+        match self.open_known(node, &open, false, reply, move |open| CreateOut { entry, open }) {
             Err(Errno::AGAIN) => Err(Errno::STALE),
             opened => opened,
         }
     }
 
     /// Enters and opens a file that was made just now.
-    fn enter_new(&self, parent: u64, file: OwnedFd, flags: u32, by: &Creator) -> Result<Served<Created>> {
+    fn enter_new(&self, parent: u64, file: OwnedFd, flags: u32, by: &Creator, reply: &mut Reply) -> Result<()> {
         let parent = self.inodes.get(parent)?;
         let st = stat(file.as_fd(), c"")?;
         let inode = self.inodes.learn(&st, self.places.place_open(file.as_fd())?);
         let entry = self.entry(&parent, &inode, &st);
         let labelled = by.label.map_or(Ok(()), |(label, value)| self.label(inode.id, label, value));
-        match labelled.and_then(|()| self.opened(&inode, file, flags)) {
-            Ok(open) => Ok(open.map(move |open| (entry, open))),
-            Err(errno) => {
-                self.inodes.forget(inode.id, 1);
-                Err(errno)
-            }
-        }
+        let out = move |open| CreateOut { entry, open };
+        let opened = labelled.and_then(|()| self.opened(&inode, file, flags, reply, out));
+        opened.inspect_err(|_| self.inodes.forget(inode.id, 1))
     }
 
     /// Sets whether the thread's writes keep set-id bits.
@@ -183,37 +208,33 @@ impl PassthroughFs {
 }
 
 impl Files for PassthroughFs {
-    fn open(&self, node: u64, open: &OpenIn) -> Result<Served<OpenOut>> {
-        self.open_known(node, open, false)
+    fn open(&self, node: u64, open: &OpenIn, patient: bool, reply: &mut Reply) -> Result<()> {
+        self.open_known(node, open, patient, reply, |open| open)
     }
 
-    fn open_waiting(&self, node: u64, open: &OpenIn) -> Result<Served<OpenOut>> {
-        self.open_known(node, open, true)
-    }
-
-    fn truncates(&self, node: u64, fh: Option<u64>) -> Result<Truncates> {
+    fn truncating_waits(&self, node: u64, fh: Option<u64>) -> Result<Option<Wait>> {
         let inode = self.inodes.get(node)?;
         if inode.format() != libc::S_IFREG {
             // It gets its error at once.
-            return Ok(Truncates::Here);
+            return Ok(None);
         }
         self.writable()?;
         // The window may have to wait for the frontend, which must not wait for this.
         if self.window.is_some() {
-            return Ok(Truncates::Waits);
+            return Ok(Some(Wait::Others));
         }
         let size = match fh {
             Some(fh) => stat(self.handles.get(node, fh)?.fd(), c"")?.stx_size,
             // To truncate it by its name breaks a lease.
             None => match inode.open(&self.places, OFlags::WRONLY) {
-                Err(Errno::AGAIN) => return Ok(Truncates::Waits),
+                Err(Errno::AGAIN) => return Ok(Some(Wait::Others)),
                 file => stat(file?.as_fd(), c"")?.stx_size,
             },
         };
-        Ok(if size == 0 { Truncates::Here } else { Truncates::Slowly })
+        Ok((size > 0).then_some(Wait::Host))
     }
 
-    fn create(&self, parent: u64, name: &CStr, create: &CreateIn, by: &Creator) -> Result<Served<Created>> {
+    fn create(&self, parent: u64, name: &CStr, create: &CreateIn, by: &Creator, reply: &mut Reply) -> Result<()> {
         self.writable()?;
         self.inodes.have_room()?;
         let made = self.within(parent, name, |_, dir| {
@@ -223,20 +244,19 @@ impl Files for PassthroughFs {
             openat(dir, name, self.host_flags(create.flags) | new, mode)
         });
         match made {
-            Ok(file) => self.enter_new(parent, file, create.flags, by).inspect_err(|_| {
+            Ok(file) => self.enter_new(parent, file, create.flags, by, reply).inspect_err(|_| {
                 let _ = self.within(parent, name, |_, dir| fs::unlinkat(dir, name, fs::AtFlags::empty()));
             }),
             Err(Errno::EXIST) if create.flags & libc::O_EXCL as u32 == 0 => {
                 let entry = self.within(parent, name, |parent, dir| self.enter(parent, dir, name, false))?;
-                let opened = self.open_found(entry.nodeid, create);
-                let opened = opened.inspect_err(|_| self.inodes.forget(entry.nodeid, 1))?;
-                Ok(opened.map(move |open| (entry, open)))
+                let opened = self.open_found(entry, create, reply);
+                opened.inspect_err(|_| self.inodes.forget(entry.nodeid, 1))
             }
             Err(errno) => Err(errno),
         }
     }
 
-    fn tmpfile(&self, parent: u64, create: &CreateIn, by: &Creator) -> Result<Served<Created>> {
+    fn tmpfile(&self, parent: u64, create: &CreateIn, by: &Creator, reply: &mut Reply) -> Result<()> {
         self.writable()?;
         self.inodes.have_room()?;
         let file = self.inodes.get(parent)?.with_fd(&self.places, |dir| {
@@ -245,24 +265,17 @@ impl Files for PassthroughFs {
             let mode = Mode::from_raw_mode(create.mode & 0o7777);
             openat(dir, c".", self.host_flags(create.flags) | OFlags::TMPFILE | excl, mode)
         })?;
-        self.enter_new(parent, file, create.flags, by)
+        self.enter_new(parent, file, create.flags, by, reply)
     }
 
-    fn read(&self, node: u64, read: &ReadIn, to: &IoRange, waits: bool) -> Result<Reading> {
+    fn read(&self, node: u64, read: &ReadIn, to: &IoRange, waits: bool) -> Result<Option<usize>> {
         let handle = self.handles.get(node, read.fh)?;
         // What io_uring reads, the guards of other daemons take for a truncation: they would end their guests' mappings. A file
         // that this guest maps is likely to be mapped by others.
         if waits || self.is_mapped(node) {
-            return sys::preadv(handle.fd(), to, read.offset, 0).map(Reading::Done);
+            return sys::preadv(handle.fd(), to, read.offset, 0).map(Some);
         }
-        match handle.host.read_cached(handle.fd(), to, read.offset)? {
-            Some(n) => Ok(Reading::Done(n)),
-            None => match handle.copy() {
-                Ok(file) => Ok(Reading::Waits(file)),
-                // There is no descriptor left to hand over.
-                Err(_) => sys::preadv(handle.fd(), to, read.offset, 0).map(Reading::Done),
-            },
-        }
+        handle.host.read_cached(handle.fd(), to, read.offset)
     }
 
     fn waits(&self, node: u64, fh: u64) -> bool {

@@ -2,7 +2,6 @@
 //! flock locks on the handle's own description.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::ops::ControlFlow;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
@@ -304,14 +303,14 @@ impl PassthroughFs {
         Ok(file)
     }
 
-    fn set_posix(&self, handle: &Handle, unique: u64, lk: &LkIn, wait: bool) -> Result<ControlFlow<LockWait>> {
+    fn set_posix(&self, handle: &Handle, unique: u64, lk: &LkIn, wait: bool) -> Result<Option<LockWait>> {
         let (node, owner) = (handle.node, lk.owner);
         let mut lock = posix_range(&lk.lk)?;
         let end = if lock.l_len == 0 { u64::MAX } else { lk.lk.end };
         let span = Span { start: lk.lk.start, end, write: lk.lk.kind == libc::F_WRLCK as u32 };
         let mut posix = self.locks.posix.lock();
         if lk.lk.kind == libc::F_UNLCK as u32 {
-            let Some(owner) = posix.owner(node, owner) else { return Ok(ControlFlow::Continue(())) };
+            let Some(owner) = posix.owner(node, owner) else { return Ok(None) };
             if owner.held.are_split(&span) {
                 posix.have_room()?;
             }
@@ -326,7 +325,7 @@ impl PassthroughFs {
         match sys::ofd_lock(file.as_fd(), libc::F_OFD_SETLK, &mut lock) {
             Ok(()) => {
                 posix.note(node, owner, span, lk.lk.kind != libc::F_UNLCK as u32);
-                Ok(ControlFlow::Continue(()))
+                Ok(None)
             }
             Err(Errno::AGAIN) if wait => {
                 let want = Want { unique, node, span };
@@ -341,13 +340,13 @@ impl PassthroughFs {
                     wanting.posix.lock().note(node, owner, span, true);
                     Ok(())
                 };
-                Ok(ControlFlow::Break(self.locks.wait(unique, wait)?))
+                self.locks.wait(unique, wait).map(Some)
             }
             Err(errno) => Err(errno),
         }
     }
 
-    fn set_flock(&self, handle: &Handle, unique: u64, kind: u32, wait: bool) -> Result<ControlFlow<LockWait>> {
+    fn set_flock(&self, handle: &Handle, unique: u64, kind: u32, wait: bool) -> Result<Option<LockWait>> {
         let (try_it, do_it) = match kind as i32 {
             libc::F_RDLCK => (FlockOperation::NonBlockingLockShared, FlockOperation::LockShared),
             libc::F_WRLCK => (FlockOperation::NonBlockingLockExclusive, FlockOperation::LockExclusive),
@@ -357,9 +356,9 @@ impl PassthroughFs {
         match flock(handle.fd(), try_it) {
             Err(Errno::AGAIN) if wait => {
                 let file = rustix::io::fcntl_dupfd_cloexec(handle.fd(), 0)?;
-                Ok(ControlFlow::Break(self.locks.wait(unique, move || flock(&file, do_it))?))
+                self.locks.wait(unique, move || flock(&file, do_it)).map(Some)
             }
-            done => done.map(ControlFlow::Continue),
+            done => done.map(|()| None),
         }
     }
 }
@@ -383,7 +382,7 @@ impl LockOps for PassthroughFs {
         Ok(LkOut { lk: FileLock { start, end, kind: kind as u32, pid: 0 } })
     }
 
-    fn setlk(&self, node: u64, unique: u64, lk: &LkIn, wait: bool) -> Result<ControlFlow<LockWait>> {
+    fn setlk(&self, node: u64, unique: u64, lk: &LkIn, wait: bool) -> Result<Option<LockWait>> {
         let handle = self.handles.get(node, lk.fh)?;
         let is_flock = lk.lk_flags & LK_FLOCK != 0;
         if !(if is_flock { self.config.flock } else { self.config.posix_lock }) {

@@ -2,6 +2,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::task::Poll;
 
 use rustix::fs::{FallocateFlags, OFlags, Statx, StatxAttributes, fallocate, fcntl_getfl, makedev};
 use rustix::io::Errno;
@@ -10,8 +11,9 @@ use super::PassthroughFs;
 use super::cred;
 use super::fd::stat;
 use super::inode::{Inode, Places};
+use crate::fuse::Reply;
 use crate::fuse::abi::*;
-use crate::fuse::ops::{Handover, Mappings, Result, Served};
+use crate::fuse::ops::{Answer, Mappings, Result};
 use crate::window::{Facts, Passthrough, Source, Window};
 
 /// Permission bits to execute.
@@ -37,9 +39,10 @@ impl PassthroughFs {
         self.window.as_ref()?.passing()
     }
 
-    /// Counts an open; the index of its entry if it has passthrough. `flags`: the guest's.
-    pub(super) fn count(&self, inode: &Arc<Inode>, file: BorrowedFd, flags: u32) -> Served<Option<u32>> {
-        let Some(pass) = self.passing() else { return Served::Now(None) };
+    /// Counts an open. Returns the index of its entry if it has passthrough; pending if [`Passthrough::decided`] tells that.
+    /// `flags`: the guest's.
+    pub(super) fn count(&self, inode: &Arc<Inode>, file: BorrowedFd, flags: u32) -> Poll<Option<u32>> {
+        let Some(pass) = self.passing() else { return Poll::Ready(None) };
         let source = if pass.is_open(inode.id) { None } else { self.worth_passing(inode, file, flags) };
         pass.open(inode.id, file, source)
     }
@@ -171,7 +174,14 @@ impl Mappings for PassthroughFs {
         self.window.as_ref().is_some_and(|window| window.has_mappings())
     }
 
-    fn setupmapping(&self, node: u64, args: &SetupmappingIn) -> Result<Handover> {
+    fn start_passthrough(&self, answer: Answer) {
+        match self.window.as_ref().and_then(|window| window.passthrough()) {
+            Some(pass) => pass.start(answer),
+            None => answer(Err(Errno::NOSYS)),
+        }
+    }
+
+    fn setupmapping(&self, node: u64, args: &SetupmappingIn, reply: &mut Reply) -> Result<()> {
         let window = self.window()?;
         let inode = self.inodes.get(node)?;
         if inode.format() != libc::S_IFREG {
@@ -184,14 +194,16 @@ impl Mappings for PassthroughFs {
         if args.flags & SETUPMAPPING_PASSTHROUGH != 0 {
             let pass = self.passing().ok_or(Errno::NOSYS)?;
             self.handles.get(node, args.fh)?;
-            return Ok(pass.ask(node, args.foffset, args.len, writable));
+            pass.ask(node, args.foffset, args.len, writable, reply.answer_later());
+            return Ok(());
         }
-        window.map(args.moffset, args.len, args.foffset, writable, node, self.opener(inode))
+        let source = self.opener(inode);
+        window.map((args.moffset, args.len), args.foffset, writable, node, source, || reply.answer_later())
     }
 
-    fn removemapping(&self, parts: &[RemovemappingOne]) -> Result<Handover> {
+    fn removemapping(&self, parts: &[RemovemappingOne], reply: &mut Reply) -> Result<()> {
         let parts: Vec<_> = parts.iter().map(|part| (part.moffset, part.len)).collect();
-        self.window()?.unmap(&parts)
+        self.window()?.unmap(&parts, || reply.answer_later())
     }
 }
 

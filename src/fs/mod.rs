@@ -188,9 +188,8 @@ impl Control for PassthroughFs {
         let acl = InitFlags::POSIX_ACL | InitFlags::DONT_MASK;
         wanted |= self.offer(c.posix_acl, "posix-acl", acl, offered)?;
         wanted |= self.offer(c.security_label, "security-label", InitFlags::SECURITY_CTX, offered)?;
-        let pass = self.window.as_ref().and_then(|window| window.passthrough());
-        let passthrough = pass.filter(|_| offered.contains(InitFlags::PASSTHROUGH_SHM)).map(|pass| pass.start());
-        if passthrough.is_some() {
+        let offers_passthrough = self.window.as_ref().is_some_and(|window| window.passthrough().is_some());
+        if offers_passthrough && offered.contains(InitFlags::PASSTHROUGH_SHM) {
             wanted |= InitFlags::PASSTHROUGH_SHM;
             if c.writeback {
                 // Under it the guest owns size and times.
@@ -202,7 +201,7 @@ impl Control for PassthroughFs {
         }
         let flags = wanted & offered;
         self.session.store(flags.bits(), Ordering::Relaxed);
-        Ok(Session { flags, map_alignment: window::RANGE_SHIFT, passthrough })
+        Ok(Session { flags, map_alignment: window::RANGE_SHIFT })
     }
 
     fn destroy(&self) {

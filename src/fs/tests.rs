@@ -3,7 +3,6 @@
 use std::ffi::{CStr, CString};
 use std::fs;
 use std::io;
-use std::ops::ControlFlow;
 use std::os::fd::BorrowedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, symlink};
@@ -13,10 +12,12 @@ use std::sync::Arc;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use tempfile::TempDir;
+use zerocopy::FromBytes;
 
 use super::idmap::IdMap;
 use super::xattrmap::XattrMap;
 use super::{Config, FileHandles, InitFlags, Offer, OwnedFd, PassthroughFs, proc_self_fd};
+use crate::fuse::Reply;
 use crate::fuse::abi::*;
 use crate::fuse::buf::IoVecs;
 use crate::fuse::ops::*;
@@ -51,6 +52,24 @@ fn share(config: Config) -> Share {
     Share { dir, fs: Arc::new(fs) }
 }
 
+/// What a request is answered with, at once or later.
+pub(super) fn answered<T: FromBytes>(serve: impl FnOnce(&mut Reply) -> Result<()>) -> Result<T> {
+    let (send, sent) = std::sync::mpsc::channel();
+    let mut reply = Reply::late(0, Box::new(move |reply| send.send(reply).unwrap()));
+    let served = serve(&mut reply);
+    reply.finish(served);
+    let reply = sent.recv().unwrap();
+    let (header, body) = OutHeader::read_from_prefix(&reply).unwrap();
+    match header.error {
+        0 => Ok(T::read_from_bytes(body).unwrap()),
+        error => Err(Errno::from_raw_os_error(-error)),
+    }
+}
+
+pub(super) fn open(fs: &PassthroughFs, node: u64, flags: i32) -> Result<OpenOut> {
+    answered(|reply| fs.open(node, &OpenIn { flags: flags as u32, open_flags: 0 }, false, reply))
+}
+
 fn plain() -> Share {
     share(Config::default())
 }
@@ -70,7 +89,7 @@ impl Share {
 
     fn open(&self, name: &CStr, flags: i32) -> (u64, u64) {
         let node = self.lookup(name).unwrap().nodeid;
-        (node, self.fs.open(node, &OpenIn { flags: flags as u32, open_flags: 0 }).unwrap().wait().unwrap().fh)
+        (node, open(&self.fs, node, flags).unwrap().fh)
     }
 
     fn write(&self, node: u64, fh: u64, offset: u64, data: &[u8], write_flags: u32, flags: i32) -> Result<usize> {
@@ -89,8 +108,9 @@ impl Share {
             // SAFETY: the parts outlive the list.
             unsafe { vecs.push(part.as_mut_ptr(), part.len(), true) };
         }
-        let reading = self.fs.read(node, &ReadIn { fh, offset, ..Default::default() }, &vecs.range(0..size), false)?;
-        let Reading::Done(n) = reading else { panic!("what was written just now is in memory") };
+        let read = ReadIn { fh, offset, ..Default::default() };
+        let n =
+            self.fs.read(node, &read, &vecs.range(0..size), false)?.expect("what was written just now is in memory");
         a.extend(b);
         a.truncate(n);
         Ok(a)
@@ -156,7 +176,7 @@ fn names_stay_in_their_directory() {
     assert_eq!(out.attr.mode & libc::S_IFMT, libc::S_IFLNK);
     assert_eq!(s.fs.lookup(out.nodeid, c"passwd").err(), Some(Errno::NOTDIR));
     assert_eq!(s.fs.opendir(out.nodeid, 0).err(), Some(Errno::NOTDIR));
-    assert_eq!(s.fs.open(out.nodeid, &OpenIn::default()).err(), Some(Errno::BADF));
+    assert_eq!(open(&s.fs, out.nodeid, 0).err(), Some(Errno::BADF));
     let mut target = Vec::new();
     s.fs.readlink(out.nodeid, &mut target).unwrap();
     assert_eq!(target, b"/etc");
@@ -231,14 +251,14 @@ fn create_opens_what_is_there_unless_exclusive() {
     let s = plain();
     let create = |flags: i32| {
         let create = CreateIn { flags: flags as u32, mode: 0o640, ..Default::default() };
-        s.fs.create(ROOT_ID, c"f", &create, &me())?.wait()
+        answered(|reply| s.fs.create(ROOT_ID, c"f", &create, &me(), reply))
     };
-    let (entry, open) = create(libc::O_RDWR | libc::O_EXCL).unwrap();
+    let CreateOut { entry, open } = create(libc::O_RDWR | libc::O_EXCL).unwrap();
     assert_eq!(entry.attr.mode, libc::S_IFREG | 0o640);
     s.write(entry.nodeid, open.fh, 0, b"data", 0, 0).unwrap();
     assert_eq!(create(libc::O_RDWR | libc::O_EXCL).err(), Some(Errno::EXIST));
-    let (again, _) = create(libc::O_RDWR).unwrap();
-    assert_eq!(again.nodeid, entry.nodeid);
+    let again = create(libc::O_RDWR).unwrap();
+    assert_eq!(again.entry.nodeid, entry.nodeid);
     assert_eq!(s.host("f"), b"data");
     // To be truncated by an OPEN, which can wait.
     assert_eq!(create(libc::O_RDWR | libc::O_TRUNC).err(), Some(Errno::STALE));
@@ -246,7 +266,8 @@ fn create_opens_what_is_there_unless_exclusive() {
     s.put("f", b"");
     create(libc::O_RDWR | libc::O_TRUNC).unwrap();
     symlink("/etc/passwd", s.dir.path().join("l")).unwrap();
-    let link = s.fs.create(ROOT_ID, c"l", &CreateIn { flags: libc::O_RDWR as u32, ..Default::default() }, &me());
+    let link = CreateIn { flags: libc::O_RDWR as u32, ..Default::default() };
+    let link = answered::<CreateOut>(|reply| s.fs.create(ROOT_ID, c"l", &link, &me(), reply));
     assert_eq!(link.err(), Some(Errno::BADF));
 }
 
@@ -256,8 +277,7 @@ fn a_close_is_told_where_it_can_mean_something() {
         let s = share(config);
         s.put("f", b"data");
         let node = s.lookup(c"f").unwrap().nodeid;
-        let open = s.fs.open(node, &OpenIn { flags: flags as u32, open_flags: 0 }).unwrap().wait().unwrap();
-        open.open_flags & OpenFlags::NOFLUSH.bits() != 0
+        open(&s.fs, node, flags).unwrap().open_flags & OpenFlags::NOFLUSH.bits() != 0
     };
     let all = [libc::O_RDONLY, libc::O_WRONLY, libc::O_WRONLY | libc::O_APPEND, libc::O_RDWR];
     assert_eq!(all.map(|flags| quiet(Config::default(), flags)), [true, true, true, false]);
@@ -269,7 +289,7 @@ fn special_files_are_not_opened() {
     let s = plain();
     let fifo = s.fs.mknod(ROOT_ID, c"p", libc::S_IFIFO | 0o600, 0, &me()).unwrap();
     assert!(fs::symlink_metadata(s.dir.path().join("p")).unwrap().file_type().is_fifo());
-    assert_eq!(s.fs.open(fifo.nodeid, &OpenIn { flags: libc::O_RDWR as u32, open_flags: 0 }).err(), Some(Errno::BADF));
+    assert_eq!(open(&s.fs, fifo.nodeid, libc::O_RDWR).err(), Some(Errno::BADF));
 }
 
 #[test]
@@ -490,7 +510,8 @@ fn set_id_bits_go_when_the_guest_says_so() {
     s.fs.setattr(node, &SetattrIn { valid, size: 1, ..Default::default() }).unwrap();
     assert_eq!(mode(), 0o755);
     set();
-    s.fs.open(node, &OpenIn { flags: (libc::O_RDWR | libc::O_TRUNC) as u32, open_flags: OPEN_KILL_SUIDGID }).unwrap();
+    let truncating = OpenIn { flags: (libc::O_RDWR | libc::O_TRUNC) as u32, open_flags: OPEN_KILL_SUIDGID };
+    answered::<OpenOut>(|reply| s.fs.open(node, &truncating, false, reply)).unwrap();
     assert_eq!(mode(), 0o755);
 }
 
@@ -504,13 +525,13 @@ fn a_read_only_share_is_not_written() {
     fs.init(InitFlags::all()).unwrap();
     let node = fs.lookup(ROOT_ID, c"f").unwrap().nodeid;
     let by = me();
-    let open = |flags: i32| fs.open(node, &OpenIn { flags: flags as u32, open_flags: 0 })?.wait().map(|o| o.fh);
-    let fh = open(libc::O_RDONLY).unwrap();
+    let fh = open(&fs, node, libc::O_RDONLY).unwrap().fh;
+    let rdwr = CreateIn { flags: libc::O_RDWR as u32, ..Default::default() };
     let refused = [
-        open(libc::O_RDWR).map(drop),
-        open(libc::O_RDONLY | libc::O_TRUNC).map(drop),
-        fs.create(ROOT_ID, c"n", &CreateIn::default(), &by).map(drop),
-        fs.tmpfile(ROOT_ID, &CreateIn { flags: libc::O_RDWR as u32, ..Default::default() }, &by).map(drop),
+        open(&fs, node, libc::O_RDWR).map(drop),
+        open(&fs, node, libc::O_RDONLY | libc::O_TRUNC).map(drop),
+        answered::<CreateOut>(|reply| fs.create(ROOT_ID, c"n", &CreateIn::default(), &by, reply)).map(drop),
+        answered::<CreateOut>(|reply| fs.tmpfile(ROOT_ID, &rdwr, &by, reply)).map(drop),
         fs.mkdir(ROOT_ID, c"n", 0o755, &by).map(drop),
         fs.mknod(ROOT_ID, c"n", libc::S_IFIFO, 0, &by).map(drop),
         fs.symlink(ROOT_ID, c"n", c"t", &by).map(drop),
@@ -566,7 +587,8 @@ fn a_label_comes_with_the_file() {
         made => made.unwrap(),
     };
     let create = CreateIn { flags: libc::O_RDWR as u32, mode: 0o600, ..Default::default() };
-    let (file, _) = s.fs.create(ROOT_ID, c"f", &create, &by).unwrap().wait().unwrap();
+    let make = |name, by: &Creator| answered::<CreateOut>(|reply| s.fs.create(ROOT_ID, name, &create, by, reply));
+    let file = make(c"f", &by).unwrap().entry;
     let mut out = Vec::new();
     for node in [dir.nodeid, file.nodeid] {
         s.fs.getxattr(node, c"security.selinux", 100, &mut out).unwrap();
@@ -574,11 +596,11 @@ fn a_label_comes_with_the_file() {
     }
     let bad = Creator { label: Some((c"user.virtiofs.x", b"v")), ..me() };
     assert!(s.fs.mkdir(ROOT_ID, c"bad", 0o755, &bad).is_err());
-    assert!(s.fs.create(ROOT_ID, c"bad", &create, &bad).is_err());
+    assert!(make(c"bad", &bad).is_err());
     assert_eq!(s.lookup(c"bad").err(), Some(Errno::NOENT));
 }
 
-fn lock(s: &Share, node: u64, fh: u64, owner: u64, kind: i32, flags: u32, wait: bool) -> Result<ControlFlow<LockWait>> {
+fn lock(s: &Share, node: u64, fh: u64, owner: u64, kind: i32, flags: u32, wait: bool) -> Result<Option<LockWait>> {
     let lk = FileLock { start: 0, end: i64::MAX as u64, kind: kind as u32, pid: 1 };
     let unique = 1000 + owner;
     s.fs.setlk(node, unique, &LkIn { fh, owner, lk, lk_flags: flags, padding: 0 }, wait)
@@ -592,18 +614,18 @@ fn locks_wait_off_the_queue_and_end() {
         let (node, a) = s.open(c"f", libc::O_RDWR);
         let (_, b) = s.open(c"f", libc::O_RDWR);
         let (_, c) = s.open(c"f", libc::O_RDWR);
-        assert!(lock(&s, node, a, 1, libc::F_WRLCK, flags, true).unwrap().is_continue());
+        assert!(lock(&s, node, a, 1, libc::F_WRLCK, flags, true).unwrap().is_none());
         assert_eq!(lock(&s, node, b, 2, libc::F_WRLCK, flags, false).err(), Some(Errno::AGAIN));
         let waiting = |fh, owner| match lock(&s, node, fh, owner, libc::F_WRLCK, flags, true).unwrap() {
-            ControlFlow::Break(wait) => std::thread::spawn(wait),
-            ControlFlow::Continue(()) => panic!("the lock was free"),
+            Some(wait) => std::thread::spawn(wait),
+            None => panic!("the lock was free"),
         };
         let (second, third) = (waiting(b, 2), waiting(c, 3));
         s.fs.getattr(node, None).unwrap();
         s.fs.interrupt(1003);
         assert_eq!(third.join().unwrap(), Err(Errno::INTR));
         assert!(!second.is_finished());
-        assert!(lock(&s, node, a, 1, libc::F_UNLCK, flags, false).unwrap().is_continue());
+        assert!(lock(&s, node, a, 1, libc::F_UNLCK, flags, false).unwrap().is_none());
         assert_eq!(second.join().unwrap(), Ok(()));
         assert_eq!(lock(&s, node, a, 1, libc::F_WRLCK, flags, false).err(), Some(Errno::AGAIN));
 
@@ -632,11 +654,11 @@ fn a_wait_in_a_circle_is_refused() {
         s.fs.setlk(node, 1000 + owner, &LkIn { fh, owner, lk, ..Default::default() }, wait)
     };
     for owner in 1..=3 {
-        assert!(set(owner, owner, true).unwrap().is_continue());
+        assert!(set(owner, owner, true).unwrap().is_none());
     }
     let wait = |owner, at| match set(owner, at, true).unwrap() {
-        ControlFlow::Break(wait) => std::thread::spawn(wait),
-        ControlFlow::Continue(()) => panic!("the lock was free"),
+        Some(wait) => std::thread::spawn(wait),
+        None => panic!("the lock was free"),
     };
     let (one, two) = (wait(1, 2), wait(2, 3));
     assert_eq!(set(3, 1, true).err(), Some(Errno::DEADLK));
@@ -684,7 +706,8 @@ fn lock_ranges() {
 fn a_temporary_file_gets_a_name() {
     let s = plain();
     let create = CreateIn { flags: libc::O_RDWR as u32, mode: 0o600, ..Default::default() };
-    let (entry, open) = match s.fs.tmpfile(ROOT_ID, &create, &me()).and_then(Served::wait) {
+    let made = answered(|reply| s.fs.tmpfile(ROOT_ID, &create, &me(), reply));
+    let CreateOut { entry, open } = match made {
         Err(Errno::OPNOTSUPP) => return,
         made => made.unwrap(),
     };
@@ -743,7 +766,7 @@ fn who_asks_about_a_lock_leaves_nothing_behind() {
         let lk = FileLock { start: 0, end: 9, kind: libc::F_WRLCK as u32, pid: 1 };
         s.fs.getlk(node, &LkIn { fh, owner, lk, ..Default::default() }).unwrap();
         let lk = FileLock { kind: libc::F_UNLCK as u32, ..lk };
-        assert!(s.fs.setlk(node, 0, &LkIn { fh, owner, lk, ..Default::default() }, false).unwrap().is_continue());
+        assert!(s.fs.setlk(node, 0, &LkIn { fh, owner, lk, ..Default::default() }, false).unwrap().is_none());
     }
     assert_eq!(s.descriptors(), before);
 }
@@ -758,7 +781,10 @@ fn a_guest_knows_so_many_files() {
     assert_eq!(s.lookup(c"f4").err(), Some(Errno::NFILE));
     assert_eq!(s.fs.mkdir(ROOT_ID, c"d", 0o755, &me()).err(), Some(Errno::NFILE));
     let create = CreateIn { flags: libc::O_RDWR as u32, mode: 0o600, ..Default::default() };
-    assert_eq!(s.fs.create(ROOT_ID, c"n", &create, &me()).err(), Some(Errno::NFILE));
+    assert_eq!(
+        answered::<CreateOut>(|reply| s.fs.create(ROOT_ID, c"n", &create, &me(), reply)).err(),
+        Some(Errno::NFILE)
+    );
     assert_eq!(fs::read_dir(s.dir.path()).unwrap().count(), 10);
     let listed = s.list_plus();
     assert_eq!((listed.len(), listed.iter().filter(|(_, entry)| entry.nodeid != 0).count()), (12, 4));
@@ -873,17 +899,17 @@ fn a_cold_read_of_an_unmapped_file_leaves_the_worker() {
             // SAFETY: `data` outlives the list.
             unsafe { to.push(data.as_mut_ptr(), data.len(), true) };
             let read = ReadIn { fh, size: 100_000, ..Default::default() };
-            matches!(s.fs.read(node, &read, &to.range(0..100_000), false).unwrap(), Reading::Waits(_))
+            s.fs.read(node, &read, &to.range(0..100_000), false).unwrap().is_none()
         })
     };
     let (mapped, other) = (s.open(c"mapped", libc::O_RDWR), s.open(c"other", libc::O_RDWR));
     assert!(leaves_the_worker(mapped, "mapped") && leaves_the_worker(other, "other"));
     let map = SetupmappingIn { fh: mapped.1, len: RANGE, ..Default::default() };
-    Served::Later(s.fs.setupmapping(mapped.0, &map).unwrap()).wait().unwrap();
+    answered::<()>(|reply| s.fs.setupmapping(mapped.0, &map, reply)).unwrap();
     assert!(s.fs.has_mappings());
     assert!(!leaves_the_worker(mapped, "mapped"));
     assert!(leaves_the_worker(other, "other"));
     let unmap = RemovemappingOne { moffset: 0, len: RANGE };
-    Served::Later(s.fs.removemapping(&[unmap]).unwrap()).wait().unwrap();
+    answered::<()>(|reply| s.fs.removemapping(&[unmap], reply)).unwrap();
     assert!(leaves_the_worker(mapped, "mapped"));
 }

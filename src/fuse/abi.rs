@@ -364,6 +364,12 @@ wire! {
         open_flags: u32,
         backing_id: i32,
     }
+
+    /// The reply to CREATE and TMPFILE.
+    struct CreateOut {
+        entry: EntryOut,
+        open: OpenOut,
+    }
     struct ReleaseIn {
         fh: u64,
         flags: u32,

@@ -2,13 +2,13 @@
 
 use std::ffi::CStr;
 use std::io;
-use std::ops::ControlFlow;
 use std::os::fd::OwnedFd;
 
 use rustix::io::Errno;
 
 use super::abi::*;
 use super::buf::IoRange;
+use super::reply::Reply;
 
 pub type Result<T> = std::result::Result<T, Errno>;
 
@@ -30,52 +30,24 @@ pub struct Session {
     pub flags: InitFlags,
     /// log2 of what offsets in the DAX window and in mapped files are aligned to, with MAP_ALIGNMENT.
     pub map_alignment: u16,
-    /// With PASSTHROUGH_SHM: what has to be done before the guest is told of it. If that fails, it is not.
-    pub passthrough: Option<Handover>,
 }
 
-/// A lock that is not free: waits for it on the calling thread.
+/// What a request waits for on a thread of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wait {
+    /// The host's file system alone. Whoever stops the queue waits for it.
+    Host,
+    /// Other processes or this guest's own frontend, for some time.
+    Others,
+    /// A lock, perhaps for ever.
+    Lock,
+}
+
+/// Waits for a lock on the calling thread.
 pub type LockWait = Box<dyn FnOnce() -> Result<()> + Send>;
 
-/// Answers a request, from any thread.
+/// Takes the result of what another thread does. Called from any thread; a dropped one means EIO.
 pub type Answer<T = ()> = Box<dyn FnOnce(Result<T>) + Send>;
-
-/// A request that another thread serves: hands it over with the way to answer it.
-pub type Handover<T = ()> = Box<dyn FnOnce(Answer<T>) + Send>;
-
-/// A reply, or a request that another thread serves.
-pub enum Served<T> {
-    Now(T),
-    Later(Handover<T>),
-}
-
-impl<T: 'static> Served<T> {
-    /// The same with another reply.
-    pub fn map<U: 'static>(self, f: impl FnOnce(T) -> U + Send + 'static) -> Served<U> {
-        match self {
-            Self::Now(reply) => Served::Now(f(reply)),
-            Self::Later(hand) => Served::Later(Box::new(|answer| hand(Box::new(|result| answer(result.map(f)))))),
-        }
-    }
-
-    /// The reply, waited for.
-    ///
-    /// # Errors
-    /// As the request; EIO if there never will be a reply.
-    pub fn wait(self) -> Result<T>
-    where
-        T: Send,
-    {
-        match self {
-            Self::Now(reply) => Ok(reply),
-            Self::Later(hand) => {
-                let (send, receive) = std::sync::mpsc::channel();
-                hand(Box::new(move |result| drop(send.send(result))));
-                receive.recv().unwrap_or(Err(Errno::IO))
-            }
-        }
-    }
-}
 
 /// Takes directory entries until the reply is full.
 pub trait DirSink {
@@ -89,7 +61,8 @@ pub trait DirSink {
 pub trait Control: Send + Sync + 'static {
     /// Prepares the calling thread; called before each request and cheap after the first.
     fn enter_thread(&self);
-    /// Chooses from the flags that the guest offers, or refuses the session.
+    /// Chooses from the flags that the guest offers, or refuses the session. With PASSTHROUGH_SHM,
+    /// [`Mappings::start_passthrough`] follows.
     fn init(&self, offered: InitFlags) -> Result<Session>;
     /// Forgets every nodeid and handle and ends waiting locks with EINTR.
     fn destroy(&self);
@@ -136,44 +109,24 @@ pub trait Names {
     fn link(&self, node: u64, newparent: u64, newname: &CStr) -> Result<EntryOut>;
 }
 
-/// What CREATE and TMPFILE are answered with.
-pub type Created = (EntryOut, OpenOut);
-
-/// How a READ ended.
-pub enum Reading {
-    /// So many bytes were read.
-    Done(usize),
-    /// It would wait for the host's file system; nothing is read that counts.
-    Waits(OwnedFd),
-}
-
-/// Where a file may be truncated.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Truncates {
-    /// On a queue's worker: nothing is taken away.
-    Here,
-    /// On another thread: it may wait for another daemon on this host, whose guest has the file mapped, for a second or two.
-    Slowly,
-    /// On another thread: it may wait for longer, or for this guest's own frontend.
-    Waits,
-}
-
 pub trait Files {
+    /// Replies with an [`OpenOut`], at once or later. With `patient`, the thread may wait for the holder of a lease.
+    ///
     /// # Errors
-    /// EAGAIN where it would wait for the holder of a lease.
-    fn open(&self, node: u64, open: &OpenIn) -> Result<Served<OpenOut>>;
-    /// The same, but waits.
-    fn open_waiting(&self, node: u64, open: &OpenIn) -> Result<Served<OpenOut>>;
-    /// Where this file is to be truncated to any size.
-    fn truncates(&self, node: u64, fh: Option<u64>) -> Result<Truncates>;
-    fn create(&self, parent: u64, name: &CStr, create: &CreateIn, by: &Creator) -> Result<Served<Created>>;
-    fn tmpfile(&self, parent: u64, create: &CreateIn, by: &Creator) -> Result<Served<Created>>;
-    /// With `waits`, the thread may wait for the host's file system: all that there is is read.
-    fn read(&self, node: u64, read: &ReadIn, to: &IoRange, waits: bool) -> Result<Reading>;
-    /// The open file, for who reads from it by himself, if that is as good.
+    /// EAGAIN where it would wait, but is not `patient`.
+    fn open(&self, node: u64, open: &OpenIn, patient: bool, reply: &mut Reply) -> Result<()>;
+    /// What truncating this file, to whatever size, may wait for. `None`: a queue's worker may do it.
+    fn truncating_waits(&self, node: u64, fh: Option<u64>) -> Result<Option<Wait>>;
+    /// Replies with a [`CreateOut`], at once or later.
+    fn create(&self, parent: u64, name: &CStr, create: &CreateIn, by: &Creator, reply: &mut Reply) -> Result<()>;
+    /// As [`create`](Self::create), for a file without a name.
+    fn tmpfile(&self, parent: u64, create: &CreateIn, by: &Creator, reply: &mut Reply) -> Result<()>;
+    /// How many bytes were read. `None`: the thread would wait for the host's file system, which it may only with `waits`.
+    fn read(&self, node: u64, read: &ReadIn, to: &IoRange, waits: bool) -> Result<Option<usize>>;
+    /// The open file, if somebody else may read from it in place of [`read`](Self::read).
     fn file_for_read(&self, node: u64, read: &ReadIn) -> Result<Option<OwnedFd>>;
     fn write(&self, node: u64, write: &WriteIn, from: &IoRange) -> Result<usize>;
-    /// The open file, for who writes to it by himself on behalf of this thread, if that is as good.
+    /// The open file, if somebody else may write to it in place of [`write`](Self::write), on behalf of this thread.
     fn file_for_write(&self, node: u64, write: &WriteIn) -> Result<Option<OwnedFd>>;
     fn flush(&self, node: u64, fh: u64, lock_owner: u64) -> Result<()>;
     fn release(&self, node: u64, release: &ReleaseIn) -> Result<()>;
@@ -204,8 +157,8 @@ pub trait Xattrs {
 
 pub trait Locks {
     fn getlk(&self, node: u64, lk: &LkIn) -> Result<LkOut>;
-    /// Takes or drops a lock. One that is not free gives EAGAIN, or with `wait` the way to wait for it.
-    fn setlk(&self, node: u64, unique: u64, lk: &LkIn, wait: bool) -> Result<ControlFlow<LockWait>>;
+    /// Takes or drops a lock. If another holds it: EAGAIN, or with `wait` a function that waits for it.
+    fn setlk(&self, node: u64, unique: u64, lk: &LkIn, wait: bool) -> Result<Option<LockWait>>;
 }
 
 /// The DAX window. Without one, nothing is mapped.
@@ -215,11 +168,16 @@ pub trait Mappings {
     fn has_mappings(&self) -> bool {
         false
     }
-    fn setupmapping(&self, _node: u64, _args: &SetupmappingIn) -> Result<Handover> {
+    /// Gives the guest the passthrough window's table.
+    fn start_passthrough(&self, answer: Answer) {
+        answer(Err(Errno::NOSYS));
+    }
+    /// Replies later.
+    fn setupmapping(&self, _node: u64, _args: &SetupmappingIn, _reply: &mut Reply) -> Result<()> {
         Err(Errno::NOSYS)
     }
-    /// `parts`: what to unmap, all of the session's files.
-    fn removemapping(&self, _parts: &[RemovemappingOne]) -> Result<Handover> {
+    /// Replies later. `parts`: what to unmap, of any of the session's files.
+    fn removemapping(&self, _parts: &[RemovemappingOne], _reply: &mut Reply) -> Result<()> {
         Err(Errno::NOSYS)
     }
 }

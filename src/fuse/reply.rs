@@ -1,72 +1,151 @@
-//! Replies, written in place: the body behind the room for the header, then the header.
+//! Replies. Most are written in place, into the memory that the guest has left for them: the body first, then the header
+//! before it. A reply that comes later is detached and answered from another thread.
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::AtomicBool;
 
 use rustix::io::Errno;
 use zerocopy::{Immutable, IntoBytes};
 
 use super::abi::*;
 use super::buf::{IoRange, IoVecs};
-use super::ops::{DirSink, Reading, Result};
-use super::{Outcome, header};
+use super::ops::{Answer, DirSink, Result, Wait};
 
 const HEADER: usize = size_of::<OutHeader>();
 
-/// Largest directory listing or xattr that is put together, in bytes: the guest asks for at most its max_pages.
+/// Longest directory listing or xattr that is collected in bytes: the guest asks for at most its max_pages.
 const MAX_COLLECTED: usize = super::MAX_WRITE as usize;
 
-pub(super) struct Reply<'a> {
-    to: &'a mut IoVecs,
-    scratch: &'a mut Vec<u8>,
+/// Where a request came from. It takes what its queue's worker should not do itself.
+pub trait Transport: Send {
+    /// The request is a READ or WRITE of so many bytes. True if the worker should not copy them, because other requests wait
+    /// for it.
+    fn moves(&mut self, bytes: usize) -> bool;
+    /// Whether this thread may wait for the host's file system. If so, only READ and WRITE are served.
+    fn may_wait(&self) -> bool;
+    /// Moves `data` between guest memory and a file, and answers the request.
+    fn io(&mut self, io: Io, data: &IoRange);
+    /// The way back for a reply that comes from another thread. What [`Server::handle`](super::Server::handle) returns is of
+    /// no meaning then.
+    fn detach(&mut self) -> WayBack;
+    /// As [`detach`](Self::detach), and runs `job` on a thread that may wait. `job` also gets a flag: once that is set,
+    /// somebody waits for the job's end.
+    ///
+    /// # Errors
+    /// EAGAIN if too many requests wait. The request is not detached then.
+    fn run(&mut self, wait: Wait, job: Job) -> Result<()>;
+}
+
+/// Takes a late reply to its queue, header included. Must be called.
+pub type WayBack = Box<dyn FnOnce(Vec<u8>) + Send>;
+
+/// What [`Transport::run`] runs.
+pub type Job = Box<dyn FnOnce(WayBack, &AtomicBool) + Send>;
+
+/// The data transfer of a READ or WRITE.
+pub struct Io {
+    pub unique: u64,
+    pub file: OwnedFd,
+    /// Bytes.
+    pub offset: u64,
+    pub write: bool,
+    /// The data is in memory, but takes long to copy. Otherwise the transfer waits for the host's file system.
+    pub long: bool,
+}
+
+impl Io {
+    /// The reply without the data that was read, and the length of the whole reply. `result`: bytes, or a negative errno.
+    pub fn reply(&self, result: i32) -> (Vec<u8>, u32) {
+        let bytes = result.max(0) as u32;
+        let body = WriteOut { size: bytes, padding: 0 };
+        let body = if self.write && result >= 0 { body.as_bytes() } else { &[] };
+        let rest = if self.write { body.len() as u32 } else { bytes };
+        let header = OutHeader { len: HEADER as u32 + rest, error: result.min(0), unique: self.unique };
+        ([header.as_bytes(), body].concat(), header.len)
+    }
+}
+
+/// The reply to one request, in place or [detached](Self::detach). A detached reply that is dropped answers EIO.
+pub struct Reply<'a> {
+    unique: u64,
+    to: To<'a>,
+    /// Bytes so far, the header's included.
     len: usize,
 }
 
+enum To<'a> {
+    /// The guest's memory.
+    Place { writable: &'a mut IoVecs, scratch: &'a mut Vec<u8>, from: &'a mut dyn Transport },
+    /// Another thread than the worker's. The buffer begins with room for the header.
+    Later { buffer: Vec<u8>, back: WayBack },
+    /// There is nothing to answer, or something else does.
+    Nowhere,
+}
+
 impl<'a> Reply<'a> {
-    pub fn new(to: &'a mut IoVecs, scratch: &'a mut Vec<u8>) -> Self {
-        Self { to, scratch, len: HEADER }
+    pub(super) fn new(
+        unique: u64,
+        writable: &'a mut IoVecs,
+        scratch: &'a mut Vec<u8>,
+        from: &'a mut dyn Transport,
+    ) -> Self {
+        Self { unique, to: To::Place { writable, scratch, from }, len: HEADER }
+    }
+
+    /// A reply that another thread may give. `unique`: the request's.
+    pub fn late(unique: u64, back: WayBack) -> Self {
+        Self { unique, to: To::Later { buffer: vec![0; HEADER], back }, len: HEADER }
     }
 
     /// Adds a structure.
     ///
     /// # Errors
     /// EOVERFLOW where the guest left too little room.
-    pub fn put<T: IntoBytes + Immutable>(&mut self, body: &T) -> Result<()> {
-        self.bytes(body.as_bytes())
-    }
-
-    pub fn bytes(&mut self, bytes: &[u8]) -> Result<()> {
-        if self.to.write_at(self.len, bytes) < bytes.len() {
-            return Err(Errno::OVERFLOW);
+    pub fn put<T: IntoBytes + Immutable + ?Sized>(&mut self, body: &T) -> Result<()> {
+        let bytes = body.as_bytes();
+        match &mut self.to {
+            To::Place { writable, .. } => {
+                if writable.write_at(self.len, bytes) < bytes.len() {
+                    return Err(Errno::OVERFLOW);
+                }
+            }
+            To::Later { buffer, .. } => buffer.extend_from_slice(bytes),
+            To::Nowhere => {}
         }
         self.len += bytes.len();
         Ok(())
     }
 
-    /// Adds up to `size` bytes that `read` puts into guest memory by itself.
-    pub fn fill(&mut self, size: usize, read: impl FnOnce(&IoRange) -> Result<Reading>) -> Result<Reading> {
-        let range = self.to.range(self.len..self.len.saturating_add(size));
-        let reading = read(&range)?;
-        if let Reading::Done(n) = reading {
-            self.len += n.min(range.len());
-        }
-        Ok(reading)
+    /// Adds up to `size` bytes that `read` puts into guest memory. False if `read` has none yet.
+    pub fn fill(&mut self, size: usize, read: impl FnOnce(&IoRange) -> Result<Option<usize>>) -> Result<bool> {
+        let To::Place { writable, .. } = &mut self.to else { return Err(Errno::IO) };
+        let range = writable.range(self.len..self.len.saturating_add(size));
+        let done = read(&range)?;
+        self.len += done.unwrap_or(0).min(range.len());
+        Ok(done.is_some())
     }
 
     /// Adds what `f` writes to the scratch buffer.
     pub fn collect(&mut self, f: impl FnOnce(&mut Vec<u8>) -> Result<()>) -> Result<()> {
-        self.scratch.clear();
-        f(self.scratch)?;
-        let scratch = std::mem::take(self.scratch);
-        let result = self.bytes(&scratch);
-        *self.scratch = scratch;
+        let mut bytes = match &mut self.to {
+            To::Place { scratch, .. } => std::mem::take(*scratch),
+            To::Later { .. } | To::Nowhere => Vec::new(),
+        };
+        bytes.clear();
+        let result = f(&mut bytes).and_then(|()| self.put(&bytes[..]));
+        if let To::Place { scratch, .. } = &mut self.to {
+            **scratch = bytes;
+        }
         result
     }
 
-    /// GETXATTR and LISTXATTR: with a `size` of 0 the length alone, else the bytes.
+    /// GETXATTR and LISTXATTR: the length alone for a `size` of 0, otherwise the bytes.
     pub fn sized(&mut self, size: u32, f: impl FnOnce(usize, &mut Vec<u8>) -> Result<usize>) -> Result<()> {
-        if size == 0 {
-            let size = f(0, self.scratch)? as u32;
-            return self.put(&GetxattrOut { size, padding: 0 });
+        if size > 0 {
+            return self.collect(|to| f((size as usize).min(MAX_COLLECTED), to).map(drop));
         }
-        self.collect(|to| f((size as usize).min(MAX_COLLECTED), to).map(drop))
+        let size = f(0, &mut Vec::new())? as u32;
+        self.put(&GetxattrOut { size, padding: 0 })
     }
 
     /// READDIR and READDIRPLUS: entries up to `size` bytes. An error after the first entry ends the listing there.
@@ -76,7 +155,8 @@ impl<'a> Reply<'a> {
         plus: bool,
         read: impl FnOnce(&mut dyn DirSink) -> Result<()>,
     ) -> Result<()> {
-        let room = size.min(MAX_COLLECTED).min(self.to.len().saturating_sub(HEADER));
+        let To::Place { writable, .. } = &self.to else { return Err(Errno::IO) };
+        let room = size.min(MAX_COLLECTED).min(writable.len().saturating_sub(HEADER));
         self.collect(|to| {
             let mut entries = Entries { to, room, plus };
             match read(&mut entries) {
@@ -86,18 +166,111 @@ impl<'a> Reply<'a> {
         })
     }
 
-    pub fn finish(self, unique: u64) -> Outcome {
-        let header = OutHeader { len: self.len as u32, error: 0, unique };
-        match self.to.write_at(0, header.as_bytes()) {
-            HEADER => Outcome::Replied(self.len),
-            _ => Outcome::Silent,
+    /// The guest gets no answer.
+    pub fn silence(&mut self) {
+        self.to = To::Nowhere;
+    }
+
+    /// See [`Transport::moves`].
+    pub fn moves(&mut self, bytes: usize) -> bool {
+        if let To::Place { from, .. } = &mut self.to { from.moves(bytes) } else { false }
+    }
+
+    /// See [`Transport::may_wait`].
+    pub fn may_wait(&self) -> bool {
+        if let To::Place { from, .. } = &self.to { from.may_wait() } else { true }
+    }
+
+    /// Has somebody else read `size` bytes from `offset` on and answer. `long`: see [`Io`].
+    pub fn read_elsewhere(&mut self, file: OwnedFd, offset: u64, size: usize, long: bool) {
+        if let To::Place { writable, from, .. } = &mut self.to {
+            let io = Io { unique: self.unique, file, offset, write: false, long };
+            from.io(io, &writable.range(HEADER..HEADER.saturating_add(size)));
+        }
+        self.to = To::Nowhere;
+    }
+
+    /// Has somebody else write `data` at `offset` and answer.
+    pub fn write_elsewhere(&mut self, file: OwnedFd, offset: u64, data: &IoRange) {
+        if let To::Place { from, .. } = &mut self.to {
+            from.io(Io { unique: self.unique, file, offset, write: true, long: true }, data);
+        }
+        self.to = To::Nowhere;
+    }
+
+    /// Takes the reply to another thread. What was put before is not in it, and what is put here afterwards goes nowhere.
+    pub fn detach(&mut self) -> Reply<'static> {
+        match std::mem::replace(&mut self.to, To::Nowhere) {
+            To::Place { from, .. } => Reply::late(self.unique, from.detach()),
+            To::Later { back, .. } => Reply::late(self.unique, back),
+            To::Nowhere => Reply { unique: self.unique, to: To::Nowhere, len: HEADER },
         }
     }
 
-    pub fn fail(self, unique: u64, errno: Errno) -> Outcome {
-        match self.to.write_at(0, header(unique, Some(errno)).as_bytes()) {
-            HEADER => Outcome::Replied(HEADER),
-            _ => Outcome::Silent,
+    /// [Detaches](Self::detach) the reply as a function that answers it.
+    pub fn answer_later<T: IntoBytes + Immutable>(&mut self) -> Answer<T> {
+        let reply = self.detach();
+        Box::new(move |result| reply.answer(result))
+    }
+
+    /// Serves the request on a thread that may wait. Such a thread serves it at once.
+    ///
+    /// # Errors
+    /// See [`Transport::run`].
+    pub fn run(
+        &mut self,
+        wait: Wait,
+        serve: impl FnOnce(&mut Reply, &AtomicBool) -> Result<()> + Send + 'static,
+    ) -> Result<()> {
+        let unique = self.unique;
+        let To::Place { from, .. } = &mut self.to else { return serve(self, &AtomicBool::new(false)) };
+        from.run(
+            wait,
+            Box::new(move |back, stop| {
+                let mut reply = Reply::late(unique, back);
+                let result = serve(&mut reply, stop);
+                reply.finish(result);
+            }),
+        )?;
+        self.to = To::Nowhere;
+        Ok(())
+    }
+
+    /// Answers with this body, or the errno.
+    pub fn answer<T: IntoBytes + Immutable>(mut self, result: Result<T>) {
+        let result = result.and_then(|body| self.put(&body));
+        self.finish(result);
+    }
+
+    /// Answers with what was put, or the errno. The length of a reply in place; 0 if there is none.
+    pub fn finish(mut self, result: Result<()>) -> usize {
+        let error = result.err().map_or(0, |errno| -errno.raw_os_error());
+        self.end(error)
+    }
+
+    fn end(&mut self, error: i32) -> usize {
+        let len = if error == 0 { self.len } else { HEADER };
+        let header = OutHeader { len: len as u32, error, unique: self.unique };
+        match std::mem::replace(&mut self.to, To::Nowhere) {
+            To::Place { writable, .. } => {
+                let fits = writable.write_at(0, header.as_bytes()) == HEADER;
+                return if fits { len } else { 0 };
+            }
+            To::Later { mut buffer, back } => {
+                buffer.truncate(len);
+                buffer[..HEADER].copy_from_slice(header.as_bytes());
+                back(buffer);
+            }
+            To::Nowhere => {}
+        }
+        0
+    }
+}
+
+impl Drop for Reply<'_> {
+    fn drop(&mut self) {
+        if let To::Later { .. } = self.to {
+            self.end(-libc::EIO);
         }
     }
 }
@@ -128,5 +301,58 @@ impl DirSink for Entries<'_> {
         self.to.extend_from_slice(dirent.as_bytes());
         self.to.extend_from_slice(name);
         self.to.resize(end, 0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::{Receiver, channel};
+
+    use zerocopy::FromBytes;
+
+    use super::*;
+
+    fn late() -> (Reply<'static>, Receiver<Vec<u8>>) {
+        let (send, receive) = channel();
+        (Reply::late(7, Box::new(move |reply| send.send(reply).unwrap())), receive)
+    }
+
+    fn header(reply: &[u8]) -> (u32, i32, u64) {
+        let header = OutHeader::read_from_prefix(reply).unwrap().0;
+        (header.len, header.error, header.unique)
+    }
+
+    #[test]
+    fn a_detached_reply_that_is_dropped_answers_eio() {
+        let (mut reply, sent) = late();
+        reply.put(&OpenOut::default()).unwrap();
+        drop(reply);
+        assert_eq!(header(&sent.recv().unwrap()), (16, -libc::EIO, 7));
+        // Once, whatever has become of it.
+        let (mut reply, sent) = late();
+        let answer = reply.answer_later::<()>();
+        drop(reply);
+        assert!(sent.try_recv().is_err());
+        drop(answer);
+        assert_eq!(sent.iter().map(|reply| header(&reply)).collect::<Vec<_>>(), [(16, -libc::EIO, 7)]);
+        let (reply, sent) = late();
+        std::thread::spawn(move || {
+            let _reply = reply;
+            std::panic::resume_unwind(Box::new(()));
+        });
+        assert_eq!(sent.iter().map(|reply| header(&reply)).collect::<Vec<_>>(), [(16, -libc::EIO, 7)]);
+    }
+
+    #[test]
+    fn a_detached_reply_has_its_body_or_an_errno() {
+        let (reply, sent) = late();
+        reply.answer(Ok(OpenOut { fh: 5, ..Default::default() }));
+        let bytes = sent.recv().unwrap();
+        assert_eq!((header(&bytes), bytes.len(), bytes[16]), ((32, 0, 7), 32, 5));
+        let (mut reply, sent) = late();
+        reply.put(&OpenOut::default()).unwrap();
+        reply.finish(Err(Errno::NOSPC));
+        let bytes = sent.recv().unwrap();
+        assert_eq!((header(&bytes), bytes.len()), ((16, -libc::ENOSPC, 7), 16));
     }
 }

@@ -12,7 +12,7 @@ use crate::limits::ARGUMENT_BYTES;
 
 /// Arguments of a WRITE that come before its data, and where that is in the request.
 const WRITE_ARGS: usize = size_of::<WriteIn>();
-pub const WRITE_DATA: usize = size_of::<InHeader>() + WRITE_ARGS;
+const WRITE_DATA: usize = size_of::<InHeader>() + WRITE_ARGS;
 
 pub(super) struct Request<'a> {
     pub header: InHeader,

@@ -24,8 +24,8 @@ pub mod doors;
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -33,7 +33,7 @@ use dashmap::{DashMap, DashSet};
 use parking_lot::{Condvar, Mutex};
 use rustix::io::Errno;
 
-use crate::fuse::ops::{Handover, Result, Served};
+use crate::fuse::ops::{Answer, Result};
 use jobs::Jobs;
 use mapper::{Job, Mapper, errno, write_back};
 pub use passthrough::{MIN_SIZE, Passthrough, Settings, Writable};
@@ -305,44 +305,41 @@ impl Window {
             + &of("passthrough", whole_files)
     }
 
-    /// Maps `len` bytes of a file from `from` on at `at`, in place of what is there, and answers from another thread.
+    /// Maps `len` bytes of a file from `from` on at `at`, in place of what is there, and answers from another thread. `answer`
+    /// is asked for once there is no error.
     ///
     /// # Errors
     /// EINVAL for what is not aligned to [`RANGE`] or not in the window, ENODEV without a frontend that maps.
     pub fn map(
         &self,
-        at: u64,
-        len: u64,
+        (at, len): (u64, u64),
         from: u64,
         writable: bool,
         node: u64,
         source: Arc<dyn Source>,
-    ) -> Result<Handover> {
+        answer: impl FnOnce() -> Answer,
+    ) -> Result<()> {
         let ranges = self.ranges(at, len)?;
         if from % RANGE != 0 || from.checked_add(len).is_none_or(|end| end > i64::MAX as u64) {
             return Err(Errno::INVAL);
         }
-        let jobs = self.jobs.clone();
-        Ok(Box::new(move |answer| {
-            jobs.send(Job::Map { ranges, from, writable, node, source, answer });
-        }))
+        self.jobs.send(Job::Map { ranges, from, writable, node, source, answer: answer() });
+        Ok(())
     }
 
     /// Takes what is mapped in `parts` (offset and length) out of the window, and answers from another thread.
     ///
     /// # Errors
     /// As [`map`](Self::map); nothing is unmapped then.
-    pub fn unmap(&self, parts: &[(u64, u64)]) -> Result<Handover> {
+    pub fn unmap(&self, parts: &[(u64, u64)], answer: impl FnOnce() -> Answer) -> Result<()> {
         // However many parts there are, no more is kept than the window has ranges.
         let mut named = vec![false; (self.size / RANGE) as usize];
         for &(at, len) in parts {
             named[self.ranges(at, len)?].fill(true);
         }
         let ranges = (0..named.len()).filter(|range| named[*range]).collect();
-        let jobs = self.jobs.clone();
-        Ok(Box::new(move |answer| {
-            jobs.send(Job::Unmap { ranges, answer });
-        }))
+        self.jobs.send(Job::Unmap { ranges, answer: answer() });
+        Ok(())
     }
 
     /// Brings what the guest wrote in place to the file where its mappings are not the file's own pages. [`Source::failed`]
@@ -398,11 +395,10 @@ impl Window {
         if self.shared.promises.stores(node).is_none() {
             return Ok(());
         }
-        let jobs = self.jobs.clone();
-        let vacate: Handover = Box::new(move |answer| {
-            jobs.send(Job::Vacate { node, from, len, answer });
-        });
-        Served::Later(vacate).wait()
+        let (send, vacated) = mpsc::channel();
+        let answer = Box::new(move |result| send.send(result).unwrap_or_default());
+        self.jobs.send(Job::Vacate { node, from, len, answer });
+        vacated.recv().unwrap_or(Err(Errno::IO))
     }
 
     /// Whether a node's file must not come to share blocks.

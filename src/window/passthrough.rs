@@ -6,6 +6,7 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::Poll;
 
 use parking_lot::Mutex;
 use rustix::fs::{FallocateFlags, Stat, fallocate, fstat};
@@ -16,7 +17,7 @@ use super::jobs::Jobs;
 use super::mapper::Job;
 use super::space::{Stores, hole};
 use super::table::{ENTRIES, LEN, Line, REVOKED, Table, VALID, WRITABLE};
-use crate::fuse::ops::{Answer, Handover, Result, Served};
+use crate::fuse::ops::{Answer, Result};
 
 /// For which files the guest may store in place (`--passthrough-writable`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
@@ -148,11 +149,9 @@ impl Passthrough {
     }
 
     /// Begins a session with the guest; answers when the table is in its memory, or with an error.
-    pub fn start(self: &Arc<Self>) -> Handover {
-        let (session, jobs) = (self.nodes.lock().session, self.jobs.clone());
-        Box::new(move |answer| {
-            jobs.send(Job::Start { session, answer });
-        })
+    pub fn start(&self, answer: Answer) {
+        let session = self.nodes.lock().session;
+        self.jobs.send(Job::Start { session, answer });
     }
 
     pub(super) fn started(&self, session: u64) {
@@ -180,27 +179,27 @@ impl Passthrough {
         self.nodes.lock().known.get(&node).is_some_and(|node| node.opens > 0)
     }
 
-    /// Counts an open of a node; the index of its entry if it has passthrough. `source`: the file, if it is worth it, for the
-    /// first open.
-    pub fn open(self: &Arc<Self>, node: u64, file: BorrowedFd, source: Option<Arc<dyn Source>>) -> Served<Option<u32>> {
+    /// Counts an open of a node. Returns the index of its entry if it has passthrough; pending while the mapper decides that:
+    /// [`decided`](Self::decided) tells. `source`: the file, if it is worth passing through, for the first open.
+    pub fn open(self: &Arc<Self>, node: u64, file: BorrowedFd, source: Option<Arc<dyn Source>>) -> Poll<Option<u32>> {
         let mut nodes = self.nodes.lock();
         if let Some(known) = nodes.known.get_mut(&node) {
             let first = known.opens == 0;
             known.opens += 1;
             match (&known.how, first) {
-                (How::Messages, _) => return Served::Now(None),
-                (How::Passing(index), false) => return Served::Now(Some(*index)),
+                (How::Messages, _) => return Poll::Ready(None),
+                (How::Passing(index), false) => return Poll::Ready(Some(*index)),
                 (How::Passing(index), true) => {
                     let index = *index;
                     if source.is_none() {
                         known.how = How::Messages;
                         drop(nodes);
                         self.send(Job::Drop { index });
-                        return Served::Now(None);
+                        return Poll::Ready(None);
                     }
                     drop(nodes);
                     self.revive(index, file);
-                    return Served::Now(Some(index));
+                    return Poll::Ready(Some(index));
                 }
                 (How::Deciding(..), _) => {}
             }
@@ -211,23 +210,21 @@ impl Passthrough {
             self.send(Job::Open { session, node, index, source, refused });
         } else {
             nodes.known.insert(node, Node { opens: 1, how: How::Messages, released: 0 });
-            return Served::Now(None);
+            return Poll::Ready(None);
         }
-        let (session, this) = (nodes.session, self.clone());
-        Served::Later(Box::new(move |answer| this.wait(session, node, answer)))
+        Poll::Pending
     }
 
-    fn wait(&self, session: u64, node: u64, answer: Answer<Option<u32>>) {
+    /// Answers with the index of an open node's entry, if it has passthrough, once the mapper has decided that.
+    pub fn decided(&self, node: u64, answer: Answer<Option<u32>>) {
         let mut nodes = self.nodes.lock();
-        let same = nodes.session == session;
-        let decided = match nodes.known.get_mut(&node).map(|node| &mut node.how) {
-            _ if !same => Err(Errno::IO),
+        let index = match nodes.known.get_mut(&node).map(|node| &mut node.how) {
             Some(How::Deciding(_, waiting)) => return waiting.push(answer),
-            Some(How::Passing(index)) => Ok(Some(*index)),
-            _ => Ok(None),
+            Some(How::Passing(index)) => Some(*index),
+            Some(How::Messages) | None => None,
         };
         drop(nodes);
-        answer(decided);
+        answer(Ok(index));
     }
 
     /// The mapper has mapped a node's file or has not. `false` if nobody wants to know any more.
@@ -359,11 +356,8 @@ impl Passthrough {
     }
 
     /// Asks for a live entry of an open node that covers `len` bytes from `from` on.
-    pub fn ask(&self, node: u64, from: u64, len: u64, writable: bool) -> Handover {
-        let jobs = self.jobs.clone();
-        Box::new(move |answer| {
-            jobs.send(Job::Ask { node, from, len, writable, answer });
-        })
+    pub fn ask(&self, node: u64, from: u64, len: u64, writable: bool, answer: Answer) {
+        self.jobs.send(Job::Ask { node, from, len, writable, answer });
     }
 
     /// Whether a node has an entry of the table.

@@ -129,20 +129,21 @@ fn rig(guarded: bool) -> Rig {
     Rig { window, taken, made }
 }
 
-fn wait(handover: Result<Handover>) -> Result<()> {
+fn wait(ask: impl FnOnce(Answer) -> Result<()>) -> Result<()> {
     let (send, receive) = mpsc::channel();
-    handover?(Box::new(move |result| send.send(result).unwrap()));
+    ask(Box::new(move |result| send.send(result).unwrap()))?;
     receive.recv().unwrap()
 }
 
 impl Rig {
     fn map(&self, range: u64, ranges: u64, from: u64, writable: bool, node: u64, source: FakeSource) -> Result<()> {
-        wait(self.window.map(range * RANGE, ranges * RANGE, from * RANGE, writable, node, Arc::new(source)))
+        let (at, len, from) = (range * RANGE, ranges * RANGE, from * RANGE);
+        wait(|answer| self.window.map((at, len), from, writable, node, Arc::new(source), || answer))
     }
 
     fn unmap(&self, parts: &[(u64, u64)]) -> Result<()> {
         let parts: Vec<_> = parts.iter().map(|(range, ranges)| (range * RANGE, ranges * RANGE)).collect();
-        wait(self.window.unmap(&parts))
+        wait(|answer| self.window.unmap(&parts, || answer))
     }
 
     fn kinds(&self) -> Vec<Kind> {
@@ -192,12 +193,13 @@ fn what_is_outside_or_askew_is_refused() {
         (RANGE, u64::MAX - RANGE + 1, 0),
         (0, RANGE, u64::MAX - RANGE + 1),
     ] {
-        let asked = rig.window.map(at, len, from, false, 7, Arc::new(FakeSource::default()));
+        let source = Arc::new(FakeSource::default());
+        let asked = rig.window.map((at, len), from, false, 7, source, || unreachable!("it is refused"));
         assert_eq!(asked.err(), Some(Errno::INVAL), "{at:x} {len:x} {from:x}");
     }
-    assert_eq!(rig.window.unmap(&[(0, RANGE), (0, 17 * RANGE)]).err(), Some(Errno::INVAL));
+    assert_eq!(rig.window.unmap(&[(0, RANGE), (0, 17 * RANGE)], || unreachable!()).err(), Some(Errno::INVAL));
     rig.window.disconnect();
-    assert_eq!(rig.window.unmap(&[(0, RANGE)]).err(), Some(Errno::NODEV));
+    assert_eq!(rig.window.unmap(&[(0, RANGE)], || unreachable!()).err(), Some(Errno::NODEV));
 }
 
 #[test]
@@ -254,7 +256,6 @@ fn a_mapping_that_the_frontend_still_has_is_replaced() {
 
 #[test]
 fn a_session_that_ends_while_files_are_mapped_leaves_no_entry_and_no_open_unanswered() {
-    use crate::fuse::ops::Served;
     let (taken, made) = (Arc::new(Taken::default()), Arc::new(Made { guarded: true, ..Made::default() }));
     let settings = Settings { size: 4 * RANGE, slots: 1, writable: Writable::InPlace };
     let mut rig = doors::Rig::new(0, settings, made.clone()).unwrap();
@@ -266,17 +267,16 @@ fn a_session_that_ends_while_files_are_mapped_leaves_no_entry_and_no_open_unansw
         Box::new(move |result: Result<()>| send.send(result).unwrap())
     };
     let start = |rig: &mut doors::Rig| {
-        rig.pass().start()(answer(&send));
+        rig.pass().start(answer(&send));
         while rig.turn() {}
         assert_eq!(receive.recv().unwrap(), Ok(()));
     };
     start(&mut rig);
     let file = tempfile::tempfile().unwrap();
     let (tell, told) = mpsc::channel();
-    match rig.pass().open(7, file.as_fd(), Some(Arc::new(FakeSource::default()))) {
-        Served::Later(hand) => hand(Box::new(move |opened| tell.send(opened).unwrap())),
-        Served::Now(_) => unreachable!("the mapper has not been asked yet"),
-    }
+    let opened = rig.pass().open(7, file.as_fd(), Some(Arc::new(FakeSource::default())));
+    assert!(opened.is_pending(), "the mapper has not been asked yet");
+    rig.pass().decided(7, Box::new(move |opened| tell.send(opened).unwrap()));
     // The mapper comes to the open only now, when its session is over.
     rig.window.reset();
     assert_eq!(told.recv().unwrap(), Err(Errno::IO));

@@ -86,7 +86,7 @@ fn lookup(fs: &PassthroughFs, path: &str) -> u64 {
 }
 
 fn open(fs: &PassthroughFs, node: u64, flags: i32) -> u64 {
-    fs.open(node, &OpenIn { flags: flags as u32, open_flags: 0 }).unwrap().wait().unwrap().fh
+    super::super::tests::open(fs, node, flags).unwrap().fh
 }
 
 fn write(fs: &PassthroughFs, node: u64, fh: u64, offset: u64, data: &str) -> Result<usize> {
@@ -102,9 +102,8 @@ fn read(fs: &PassthroughFs, node: u64, fh: u64) -> Result<usize> {
     let mut vecs = IoVecs::default();
     // SAFETY: `data` outlives the list.
     unsafe { vecs.push(data.as_mut_ptr(), data.len(), true) };
-    let reading = fs.read(node, &ReadIn { fh, ..Default::default() }, &vecs.range(0..16), false)?;
-    let Reading::Done(n) = reading else { panic!("what was written just now is in memory") };
-    Ok(n)
+    let n = fs.read(node, &ReadIn { fh, ..Default::default() }, &vecs.range(0..16), false)?;
+    Ok(n.expect("what was written just now is in memory"))
 }
 
 fn ino(fs: &PassthroughFs, node: u64) -> Result<u64> {
@@ -226,7 +225,7 @@ fn a_removed_file_is_lost_without_its_handle() {
         let target = share.target(lenient, flags, &state).unwrap();
         assert_eq!(read(&target, kept, kept_fh), Ok(4));
         assert_eq!((ino(&target, gone), read(&target, gone, gone_fh)), (Err(Errno::IO), Err(Errno::IO)));
-        assert_eq!(target.open(gone, &OpenIn::default()).err(), Some(Errno::IO));
+        assert_eq!(super::super::tests::open(&target, gone, 0).err(), Some(Errno::IO));
         assert_eq!(target.getattr(gone, Some(gone_fh)).err(), Some(Errno::IO));
         // Another file of that name is another file.
         share.put("gone", "another");

@@ -19,7 +19,7 @@ const PAGE: usize = 4096;
 
 /// A memory region's part of the log, if the frontend has given one.
 #[derive(Clone, Debug, Default)]
-pub struct DirtyLog(Arc<State>);
+pub struct RegionState(Arc<State>);
 
 #[derive(Debug, Default)]
 struct State {
@@ -33,9 +33,9 @@ const FUSE: i64 = 0x6573_5546;
 
 /// Whether the region is a file that the window has mapped. Beyond that file's end its pages cannot be touched, only named to
 /// the kernel: so it may hold data of a READ or WRITE, but no ring and no message.
-pub fn is_mapped_file(region: &GuestRegionMmap<DirtyLog>) -> bool {
+pub fn is_mapped_file(region: &GuestRegionMmap<RegionState>) -> bool {
     // The region's own bitmap() gives a slice.
-    let mapping: &MmapRegion<DirtyLog> = region;
+    let mapping: &MmapRegion<RegionState> = region;
     *mapping.bitmap().0.mapped_file.get_or_init(|| {
         // The proxy's files have no answer for fstatfs(2).
         mapping.file_offset().is_some_and(|file| fstatfs(file.file()).map_or(true, |st| st.f_type == FUSE))
@@ -66,7 +66,7 @@ impl Pages {
     }
 }
 
-impl BitmapReplace for DirtyLog {
+impl BitmapReplace for RegionState {
     type InnerBitmap = Pages;
 
     fn replace(&self, pages: Pages) {
@@ -75,7 +75,7 @@ impl BitmapReplace for DirtyLog {
     }
 }
 
-impl Bitmap for DirtyLog {
+impl Bitmap for RegionState {
     fn mark_dirty(&self, offset: usize, len: usize) {
         if len == 0 || !self.0.set.load(Ordering::Acquire) {
             return;
@@ -98,11 +98,11 @@ impl Bitmap for DirtyLog {
     }
 }
 
-impl<'a> WithBitmapSlice<'a> for DirtyLog {
+impl<'a> WithBitmapSlice<'a> for RegionState {
     type S = RefSlice<'a, Self>;
 }
 
-impl NewBitmap for DirtyLog {
+impl NewBitmap for RegionState {
     fn with_len(_len: usize) -> Self {
         Self::default()
     }

@@ -1,0 +1,82 @@
+//! Which large transfers leave a queue's worker. A worker copies data fastest itself, but a request that comes meanwhile waits.
+
+/// From so many bytes on a transfer leaves a crowded worker: about 50 µs of copying, several times what it costs to have
+/// another thread copy.
+pub const LARGE: usize = 256 << 10;
+
+/// A request that has moved so many bytes has held up the next one: about 10 µs of copying, more than a notification costs.
+pub const HOLDS_UP: usize = 64 << 10;
+
+/// After a metadata request waits behind a large transfer, this many large transfers leave the worker. With so many in a row and
+/// nothing else between them, none waits any more. A transfer that waits for a transfer does not count: Linux sends the end of a
+/// large read right after the rest of it, and another thread would have to be woken for what this one is about to do.
+const CROWD: u32 = 64;
+
+/// What one worker has seen of its queue.
+#[derive(Default)]
+pub struct Crowd {
+    /// How many more large transfers leave.
+    left: u32,
+    /// The next request has waited behind a large one.
+    waited: bool,
+    /// The request that is served moves data.
+    data: bool,
+}
+
+impl Crowd {
+    /// The request that is served is a READ or WRITE of so many bytes. True if it should leave the worker.
+    pub fn moves(&mut self, bytes: usize) -> bool {
+        self.data = true;
+        self.left > 0 && bytes >= LARGE
+    }
+
+    /// The request has left the worker.
+    pub fn left(&mut self) {
+        self.data = false;
+        self.left = self.left.saturating_sub(1);
+    }
+
+    /// The worker has served the request and moved so many bytes. `others`: whether other requests wait.
+    pub fn served(&mut self, moved: usize, others: impl FnOnce() -> bool) {
+        if !self.data && (self.waited || self.left > 0) {
+            self.left = CROWD;
+        }
+        self.data = false;
+        self.waited = moved >= HOLDS_UP && others();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    impl Crowd {
+        /// A transfer; whether it leaves the worker.
+        fn transfer(&mut self, bytes: usize, others: bool) -> bool {
+            let leaves = self.moves(bytes);
+            if leaves {
+                self.left()
+            } else {
+                self.served(bytes, || others)
+            }
+            leaves
+        }
+    }
+
+    #[test]
+    fn transfers_leave_while_metadata_waits() {
+        let mut crowd = Crowd::default();
+        assert!(!crowd.transfer(LARGE, true));
+        // Data that has waited is no reason.
+        assert!(!crowd.transfer(LARGE, true));
+        crowd.served(16, || true);
+        assert!(!crowd.transfer(LARGE - 1, true));
+        for _ in 0..CROWD {
+            assert!(crowd.transfer(LARGE, true));
+        }
+        assert!(!crowd.transfer(LARGE, false));
+        // Nothing has waited.
+        crowd.served(16, || true);
+        assert!(!crowd.transfer(LARGE, true));
+    }
+}

@@ -1,0 +1,161 @@
+//! Where a request came from: takes what its queue's worker does not do itself, and knows the way back for a late reply.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use parking_lot::Mutex;
+use rustix::io::Errno;
+
+use super::chain::{self, Loaded, Segment, Used};
+use super::crowd::Crowd;
+use super::pool::{self, Pools};
+use super::ring::Ring;
+use super::uring::Uring;
+use super::{Handler, LoadedMemory};
+use crate::fuse::buf::IoRange;
+use crate::fuse::ops::{Result, Wait};
+use crate::fuse::{Io, Job, Transport, WayBack, Work};
+
+/// What serves requests, and the threads for those that wait.
+pub struct Service<H> {
+    pub handler: Arc<H>,
+    pub pools: Arc<Pools>,
+    /// How many requests wait that may do so for ever, over all connections.
+    pub waiting: Arc<AtomicUsize>,
+}
+
+/// The chain of one request, while it is served.
+pub struct Origin<'a, H> {
+    pub service: &'a Arc<Service<H>>,
+    pub ring: &'a Arc<Ring>,
+    pub head: u16,
+    pub segments: &'a [Segment],
+    pub mem: &'a LoadedMemory,
+    pub uring: Option<&'a Mutex<Uring>>,
+    /// The worker's. `None` on a thread that may wait.
+    pub crowd: Option<&'a mut Crowd>,
+    /// The chain goes back with a late reply.
+    pub left: bool,
+}
+
+impl<H: Handler> Origin<'_, H> {
+    /// Serves the request, or refuses it with this `fault`. Returns the length of the reply in bytes; `None` if it comes later.
+    pub fn serve(&mut self, loaded: &mut Loaded, fault: std::result::Result<(), i32>) -> Option<usize> {
+        let service = self.service;
+        let len = match fault {
+            Ok(()) => service.handler.handle(loaded.work, self),
+            Err(errno) => loaded.refuse(errno),
+        };
+        (!self.left).then(|| len.min(loaded.work.writable.len()))
+    }
+
+    /// Runs what waits for the host's file system alone.
+    fn work(&self, job: pool::Job) {
+        // If there can be no thread at all, the worker waits.
+        if let Err(job) = self.service.pools.work.run(job) {
+            job();
+        }
+    }
+
+    /// Serves the request anew on a thread that waits for the host's file system. The thread needs only the chain's head.
+    fn serve_anew(&self) {
+        let (service, head, busy) = (self.service.clone(), self.head, self.ring.occupy());
+        self.work(Box::new(move || {
+            let (mem, table) = busy.table();
+            let (mut work, mut segments) = (Work::default(), Vec::new());
+            let (mut loaded, fault) = chain::load(&mem, table, head, &mut work, &mut segments);
+            let ring = busy.ring();
+            let mut origin = Origin {
+                service: &service,
+                ring,
+                head,
+                segments: &segments,
+                mem: &mem,
+                uring: None,
+                crowd: None,
+                left: false,
+            };
+            let written = origin.serve(&mut loaded, fault);
+            drop(loaded);
+            if let Some(written) = written {
+                chain::mark_dirty(&mem, &segments, written);
+                busy.give_back(&mem, Used::new(head, written));
+            }
+        }));
+    }
+}
+
+impl<H: Handler> Transport for Origin<'_, H> {
+    fn moves(&mut self, bytes: usize) -> bool {
+        self.crowd.as_mut().is_some_and(|crowd| crowd.moves(bytes))
+    }
+
+    fn may_wait(&self) -> bool {
+        self.crowd.is_none()
+    }
+
+    fn io(&mut self, io: Io, data: &IoRange) {
+        // A thread that may wait does all I/O itself.
+        if self.may_wait() {
+            return;
+        }
+        self.left = true;
+        let begin =
+            |uring: &Mutex<Uring>| uring.lock().begin(io, data.as_slice(), self.head, self.segments, self.mem.clone());
+        if !self.uring.is_some_and(begin) {
+            self.serve_anew();
+        }
+    }
+
+    fn detach(&mut self) -> WayBack {
+        self.left = true;
+        let promise = self.ring.promise(self.head, self.segments);
+        // What waits for the reply must not keep the memory of a guest that is gone.
+        let ring = Arc::downgrade(self.ring);
+        Box::new(move |reply| {
+            if let Some(ring) = ring.upgrade() {
+                ring.complete(promise, reply);
+            }
+        })
+    }
+
+    fn run(&mut self, wait: Wait, job: Job) -> Result<()> {
+        let pool = match wait {
+            Wait::Host => {
+                let promise = self.ring.promise(self.head, self.segments);
+                let (busy, ring) = (self.ring.occupy(), self.ring.clone());
+                self.work(Box::new(move || {
+                    job(Box::new(move |reply| busy.complete(promise, reply)), ring.stopping());
+                }));
+                self.left = true;
+                return Ok(());
+            }
+            Wait::Others => &self.service.pools.others,
+            Wait::Lock => &self.service.pools.locks,
+        };
+        let (waits, back) = (Waits::new(&self.service.waiting), self.detach());
+        let back = Box::new(move |reply| {
+            back(reply);
+            // The reply is with the ring before nothing seems to wait any more.
+            drop(waits);
+        });
+        self.left = pool.run(Box::new(move || job(back, &AtomicBool::new(false)))).is_ok();
+        if self.left { Ok(()) } else { Err(Errno::AGAIN) }
+    }
+}
+
+/// One of the requests that may wait for ever.
+struct Waits(Arc<AtomicUsize>);
+
+impl Waits {
+    fn new(waiting: &Arc<AtomicUsize>) -> Self {
+        waiting.fetch_add(1, Ordering::Relaxed);
+        Self(waiting.clone())
+    }
+}
+
+impl Drop for Waits {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}

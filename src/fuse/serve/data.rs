@@ -1,0 +1,187 @@
+//! The contents of files: reading, writing, copying, space and durability.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rustix::io::Errno;
+use zerocopy::{Immutable, IntoBytes};
+
+use super::super::Server;
+use super::super::abi::*;
+use super::super::buf::IOV_MAX;
+use super::super::ops::*;
+use super::super::reply::Reply;
+use super::super::request::Request;
+use crate::limits::{COPY_BYTES, COPY_PIECE, DATA_BYTES, SHORTEST_COPY};
+
+impl<F: FileSystem> Server<F> {
+    pub(super) fn read(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {
+        let args: ReadIn = request.take()?;
+        let (node, size) = (request.header.nodeid, data_len(args.size)?);
+        let (long, waits) = (reply.moves(size), reply.may_wait());
+        if !long && reply.fill(size, |to| self.fs.read(node, &args, to, waits))? {
+            return Ok(());
+        }
+        match self.fs.file_for_read(node, &args)? {
+            Some(file) => reply.read_elsewhere(file, args.offset, size, long),
+            None => drop(reply.fill(size, |to| self.fs.read(node, &args, to, true))?),
+        }
+        Ok(())
+    }
+
+    pub(super) fn write(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {
+        let args: WriteIn = request.take()?;
+        let (node, size) = (request.header.nodeid, data_len(args.size)?);
+        let long = reply.moves(size);
+        let data = request.data(size)?;
+        if long
+            && data.as_slice().len() <= IOV_MAX
+            && let Some(file) = self.fs.file_for_write(node, &args)?
+        {
+            reply.write_elsewhere(file, args.offset, &data);
+            return Ok(());
+        }
+        let size = self.fs.write(node, &args, &data)? as u32;
+        reply.put(&WriteOut { size, padding: 0 })
+    }
+
+    pub(super) fn fsync(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {
+        let (node, args): (_, FsyncIn) = (request.header.nodeid, request.take()?);
+        let wait = self.fs.waits(node, args.fh).then_some(Wait::Host);
+        let data = args.fsync_flags & FSYNC_FDATASYNC != 0;
+        self.serve_where(wait, reply, move |fs, _| fs.fsync(node, args.fh, data))
+    }
+
+    pub(super) fn fsyncdir(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {
+        let (node, args): (_, FsyncIn) = (request.header.nodeid, request.take()?);
+        let wait = self.fs.waits(node, args.fh).then_some(Wait::Host);
+        let data = args.fsync_flags & FSYNC_FDATASYNC != 0;
+        self.serve_where(wait, reply, move |fs, _| fs.fsyncdir(node, args.fh, data))
+    }
+
+    pub(super) fn fallocate(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {
+        let (node, args): (_, FallocateIn) = (request.header.nodeid, request.take()?);
+        let removes = args.mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) as u32 != 0;
+        let wait = if self.fs.has_mappings() {
+            Some(Wait::Others)
+        } else if removes || args.length > COPY_PIECE || self.fs.waits(node, args.fh) {
+            // It may wait for another daemon, as a truncation does, or take long even in memory.
+            Some(Wait::Host)
+        } else {
+            None
+        };
+        self.serve_where(wait, reply, move |fs, _| fs.fallocate(node, &args))
+    }
+
+    /// `out`: the reply to so many bytes copied.
+    pub(super) fn copy_file_range<T: IntoBytes + Immutable>(
+        &self,
+        request: &mut Request,
+        reply: &mut Reply,
+        out: impl FnOnce(u64) -> T + Send + 'static,
+    ) -> Result<()> {
+        let (node, args): (_, CopyFileRangeIn) = (request.header.nodeid, request.take()?);
+        let args = CopyFileRangeIn { len: args.len.min(COPY_BYTES), ..args };
+        if args.len <= COPY_PIECE && !self.fs.waits(node, args.fh_in) {
+            return reply.put(&out(self.fs.copy_file_range(node, &args)? as u64));
+        }
+        let fs = self.fs.clone();
+        reply.run(Wait::Host, move |reply, stop| {
+            fs.enter_thread();
+            reply.put(&out(copy(&args, stop, |piece| fs.copy_file_range(node, piece))?))
+        })
+    }
+}
+
+/// The length of a READ or WRITE.
+///
+/// # Errors
+/// EINVAL if it is over the limit.
+fn data_len(size: u32) -> Result<usize> {
+    if size as usize > DATA_BYTES { Err(Errno::INVAL) } else { Ok(size as usize) }
+}
+
+/// Copies in pieces. Ends early once `stop` is set: a short count is no error.
+fn copy(
+    args: &CopyFileRangeIn,
+    stop: &AtomicBool,
+    mut copy: impl FnMut(&CopyFileRangeIn) -> Result<usize>,
+) -> Result<u64> {
+    let mut done = 0;
+    loop {
+        let stopping = stop.load(Ordering::Relaxed);
+        if stopping && done > 0 {
+            return Ok(done);
+        }
+        let most = if stopping { SHORTEST_COPY } else { COPY_PIECE };
+        let at = |offset: u64| offset.checked_add(done).ok_or(Errno::INVAL);
+        let len = (args.len - done).min(most);
+        let piece =
+            at(args.off_in).and_then(|off_in| Ok(CopyFileRangeIn { off_in, off_out: at(args.off_out)?, len, ..*args }));
+        match piece.and_then(|piece| copy(&piece)) {
+            Ok(n) => {
+                done += n as u64;
+                if (n as u64) < len || done >= args.len {
+                    return Ok(done);
+                }
+            }
+            Err(_) if done > 0 => return Ok(done),
+            Err(errno) => return Err(errno),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn args(len: u64) -> CopyFileRangeIn {
+        CopyFileRangeIn { off_in: 100, off_out: 7, len, ..Default::default() }
+    }
+
+    #[test]
+    fn a_copy_is_cut_to_pieces() {
+        let mut pieces = Vec::new();
+        let copied = copy(&args(3 * COPY_PIECE + 5), &AtomicBool::new(false), |piece| {
+            pieces.push((piece.off_in - 100, piece.off_out - 7, piece.len));
+            Ok(piece.len as usize)
+        });
+        assert_eq!(copied, Ok(3 * COPY_PIECE + 5));
+        let piece = |n, len| (n * COPY_PIECE, n * COPY_PIECE, len);
+        assert_eq!(pieces, [piece(0, COPY_PIECE), piece(1, COPY_PIECE), piece(2, COPY_PIECE), piece(3, 5)]);
+    }
+
+    #[test]
+    fn a_copy_ends_between_two_pieces() {
+        let stop = AtomicBool::new(false);
+        let mut pieces = 0;
+        let mut run = |len| {
+            copy(&args(len), &stop, |piece| {
+                pieces += 1;
+                stop.fetch_or(pieces == 3, Ordering::Relaxed);
+                Ok(piece.len as usize)
+            })
+        };
+        assert_eq!(run(100 * COPY_PIECE), Ok(3 * COPY_PIECE));
+        // One that comes when all is to stop does what is no end of the file.
+        assert_eq!(run(100 * COPY_PIECE), Ok(SHORTEST_COPY));
+        assert_eq!(pieces, 4);
+    }
+
+    #[test]
+    fn a_copy_tells_what_was_copied_before_an_error() {
+        let run = |results: &[Result<usize>]| {
+            let mut results = results.iter();
+            copy(&args(100 * COPY_PIECE), &AtomicBool::new(false), |_| *results.next().unwrap())
+        };
+        let piece = COPY_PIECE as usize;
+        assert_eq!(run(&[Err(Errno::NOSPC)]), Err(Errno::NOSPC));
+        assert_eq!(run(&[Ok(piece), Err(Errno::NOSPC)]), Ok(COPY_PIECE));
+        assert_eq!(run(&[Ok(piece), Ok(5)]), Ok(COPY_PIECE + 5));
+        assert_eq!(run(&[Ok(0)]), Ok(0));
+        let mut args = args(2 * COPY_PIECE);
+        args.off_out = u64::MAX - COPY_PIECE;
+        assert_eq!(copy(&args, &AtomicBool::new(false), |_| Ok(piece)), Ok(2 * COPY_PIECE));
+        args.off_out += 1;
+        assert_eq!(copy(&args, &AtomicBool::new(false), |_| Ok(piece)), Ok(COPY_PIECE));
+    }
+}

@@ -1,0 +1,174 @@
+//! Every opcode: what it asks the file system for, and with which arguments.
+
+mod data;
+mod names;
+
+use rustix::io::Errno;
+
+use super::Server;
+use super::abi::*;
+use super::ops::*;
+use super::reply::Reply;
+use super::request::Request;
+use crate::limits::REMOVED_PARTS;
+
+impl<F: FileSystem> Server<F> {
+    pub(super) fn serve(&self, opcode: Opcode, request: &mut Request, reply: &mut Reply) -> Result<()> {
+        let fs = &*self.fs;
+        let node = request.header.nodeid;
+        match opcode {
+            Opcode::Lookup => reply.put(&fs.lookup(node, request.name()?)?),
+            Opcode::Forget => self.forget(request, reply),
+            Opcode::BatchForget => self.batch_forget(request, reply),
+            Opcode::Readlink => reply.collect(|to| fs.readlink(node, to)),
+            Opcode::Symlink => self.symlink(request, reply),
+            Opcode::Mknod => self.mknod(request, reply),
+            Opcode::Mkdir => self.mkdir(request, reply),
+            Opcode::Unlink => fs.unlink(node, request.name()?),
+            Opcode::Rmdir => fs.rmdir(node, request.name()?),
+            Opcode::Rename => {
+                let RenameIn { newdir } = request.take()?;
+                self.rename(request, newdir, 0)
+            }
+            Opcode::Rename2 => {
+                let Rename2In { newdir, flags, .. } = request.take()?;
+                self.rename(request, newdir, flags)
+            }
+            Opcode::Link => {
+                let args: LinkIn = request.take()?;
+                reply.put(&fs.link(args.oldnodeid, node, request.name()?)?)
+            }
+
+            Opcode::Getattr => {
+                let args: GetattrIn = request.take()?;
+                reply.put(&fs.getattr(node, given(args.getattr_flags & GETATTR_FH != 0, args.fh))?)
+            }
+            Opcode::Setattr => self.setattr(request, reply),
+            Opcode::Statx => {
+                let args: StatxIn = request.take()?;
+                let fh = given(args.getattr_flags & GETATTR_FH != 0, args.fh);
+                reply.put(&fs.statx(node, fh, args.sx_flags, args.sx_mask)?)
+            }
+            Opcode::Statfs => reply.put(&fs.statfs(node)?),
+            Opcode::Access => {
+                let args: AccessIn = request.take()?;
+                fs.access(node, request.header.uid, request.header.gid, args.mask)
+            }
+
+            Opcode::Open => self.open(request, reply),
+            Opcode::Create => self.create(request, reply),
+            Opcode::Tmpfile => self.tmpfile(request, reply),
+            Opcode::Flush => {
+                let args: FlushIn = request.take()?;
+                fs.flush(node, args.fh, args.lock_owner)
+            }
+            Opcode::Release => fs.release(node, &request.take()?),
+
+            Opcode::Read => self.read(request, reply),
+            Opcode::Write => self.write(request, reply),
+            Opcode::Fsync => self.fsync(request, reply),
+            Opcode::Fallocate => self.fallocate(request, reply),
+            Opcode::Lseek => {
+                let args: LseekIn = request.take()?;
+                reply.put(&LseekOut { offset: fs.lseek(node, args.fh, args.offset, args.whence)? })
+            }
+            Opcode::CopyFileRange => self.copy_file_range(request, reply, |n| WriteOut { size: n as u32, padding: 0 }),
+            Opcode::CopyFileRange64 => {
+                self.copy_file_range(request, reply, |bytes_copied| CopyFileRangeOut { bytes_copied })
+            }
+            Opcode::Syncfs => self.serve_where(Some(Wait::Host), reply, move |fs, _| fs.syncfs(node)),
+
+            Opcode::Opendir => {
+                let args: OpenIn = request.take()?;
+                reply.put(&fs.opendir(node, args.flags)?)
+            }
+            Opcode::Readdir => {
+                let args: ReadIn = request.take()?;
+                reply.entries(args.size as usize, false, |sink| fs.readdir(node, args.fh, args.offset, sink))
+            }
+            Opcode::Readdirplus => {
+                let args: ReadIn = request.take()?;
+                reply.entries(args.size as usize, true, |sink| fs.readdirplus(node, args.fh, args.offset, sink))
+            }
+            Opcode::Releasedir => {
+                let args: ReleaseIn = request.take()?;
+                fs.releasedir(node, args.fh)
+            }
+            Opcode::Fsyncdir => self.fsyncdir(request, reply),
+
+            Opcode::Setxattr => self.setxattr(request),
+            Opcode::Getxattr => {
+                let args: GetxattrIn = request.take()?;
+                let name = request.name()?;
+                reply.sized(args.size, |size, to| fs.getxattr(node, name, size, to))
+            }
+            Opcode::Listxattr => {
+                let args: GetxattrIn = request.take()?;
+                reply.sized(args.size, |size, to| fs.listxattr(node, size, to))
+            }
+            Opcode::Removexattr => fs.removexattr(node, request.name()?),
+
+            Opcode::Getlk => reply.put(&fs.getlk(node, &request.take()?)?),
+            Opcode::Setlk => fs.setlk(node, request.header.unique, &request.take()?, false).map(drop),
+            Opcode::Setlkw => match fs.setlk(node, request.header.unique, &request.take()?, true)? {
+                Some(wait) => reply.run(Wait::Lock, |_, _| wait()),
+                None => Ok(()),
+            },
+            Opcode::Interrupt => {
+                reply.silence();
+                let args: InterruptIn = request.take()?;
+                fs.interrupt(args.unique);
+                Ok(())
+            }
+
+            Opcode::Setupmapping => fs.setupmapping(node, &request.take()?, reply),
+            Opcode::Removemapping => {
+                let args: RemovemappingIn = request.take()?;
+                if args.count > REMOVED_PARTS {
+                    return Err(Errno::INVAL);
+                }
+                let parts = (0..args.count).map(|_| request.take()).collect::<Result<Vec<_>>>()?;
+                fs.removemapping(&parts, reply)
+            }
+            Opcode::Destroy => {
+                self.reset();
+                // Answered after all that was asked of the frontend before: QEMU may stop the device right after the answer, and
+                // must not be asked for anything then. Without a window there is nothing to wait for.
+                let _ = fs.removemapping(&[], reply);
+                Ok(())
+            }
+
+            // The kernel takes care of these once it has seen ENOSYS: POLL is "always ready", BMAP gives EINVAL, and IOCTL
+            // ENOTTY. The device has no notifications.
+            Opcode::Poll | Opcode::Bmap | Opcode::Ioctl | Opcode::NotifyReply | Opcode::Init => Err(Errno::NOSYS),
+        }
+    }
+
+    fn setattr(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {
+        let args: SetattrIn = request.take()?;
+        let (node, valid) = (request.header.nodeid, SetattrValid::from_bits_retain(args.valid));
+        let wait = match valid.contains(SetattrValid::SIZE) {
+            true => self.fs.truncating_waits(node, given(valid.contains(SetattrValid::FH), args.fh))?,
+            false => None,
+        };
+        self.serve_where(wait, reply, move |fs, reply| reply.put(&fs.setattr(node, &args)?))
+    }
+
+    fn setxattr(&self, request: &mut Request) -> Result<()> {
+        let (size, flags, ext) = if self.has(InitFlags::SETXATTR_EXT) {
+            let args: SetxattrIn = request.take()?;
+            (args.size, args.flags, args.setxattr_flags)
+        } else {
+            let args: SetxattrInCompat = request.take()?;
+            (args.size, args.flags, 0)
+        };
+        let name = request.name()?;
+        let value = request.bytes(size as usize)?;
+        self.fs.setxattr(request.header.nodeid, name, value, flags, ext & SETXATTR_ACL_KILL_SGID != 0)
+    }
+}
+
+/// An optional argument.
+fn given<T>(is_given: bool, value: T) -> Option<T> {
+    is_given.then_some(value)
+}

@@ -1,0 +1,90 @@
+//! Requests that name files or make them.
+
+use rustix::io::Errno;
+
+use super::super::Server;
+use super::super::abi::*;
+use super::super::ops::*;
+use super::super::reply::Reply;
+use super::super::request::Request;
+
+impl<F: FileSystem> Server<F> {
+    /// The umask to apply. The guest's kernel has applied it unless DONT_MASK was settled.
+    fn umask(&self, umask: u32) -> u32 {
+        if self.has(InitFlags::DONT_MASK) { umask & 0o777 } else { 0 }
+    }
+
+    pub(super) fn forget(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {
+        reply.silence();
+        let args: ForgetIn = request.take()?;
+        self.fs.forget(request.header.nodeid, args.nlookup);
+        Ok(())
+    }
+
+    pub(super) fn batch_forget(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {
+        reply.silence();
+        let args: BatchForgetIn = request.take()?;
+        for _ in 0..args.count {
+            let one: ForgetOne = request.take()?;
+            self.fs.forget(one.nodeid, one.nlookup);
+        }
+        Ok(())
+    }
+
+    pub(super) fn symlink(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {
+        let (name, target) = (request.name()?, request.name()?);
+        reply.put(&self.fs.symlink(request.header.nodeid, name, target, &request.creator(0)?)?)
+    }
+
+    pub(super) fn mknod(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {
+        let args: MknodIn = request.take()?;
+        let name = request.name()?;
+        let by = request.creator(self.umask(args.umask))?;
+        reply.put(&self.fs.mknod(request.header.nodeid, name, args.mode, args.rdev, &by)?)
+    }
+
+    pub(super) fn mkdir(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {
+        let args: MkdirIn = request.take()?;
+        let name = request.name()?;
+        let by = request.creator(self.umask(args.umask))?;
+        reply.put(&self.fs.mkdir(request.header.nodeid, name, args.mode, &by)?)
+    }
+
+    pub(super) fn rename(&self, request: &mut Request, newdir: u64, flags: u32) -> Result<()> {
+        let (name, newname) = (request.name()?, request.name()?);
+        self.fs.rename(request.header.nodeid, name, newdir, newname, flags, &request.creator(0)?)
+    }
+
+    pub(super) fn open(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {
+        let args: OpenIn = request.take()?;
+        let node = request.header.nodeid;
+        let patient = move |fs: &F, reply: &mut Reply| fs.open(node, &args, true, reply);
+        if args.flags & libc::O_TRUNC as u32 != 0
+            && let Some(wait) = self.fs.truncating_waits(node, None)?
+        {
+            return self.serve_where(Some(wait), reply, patient);
+        }
+        match self.fs.open(node, &args, false, reply) {
+            // The holder of a lease has it broken.
+            Err(Errno::AGAIN) if args.flags & libc::O_NONBLOCK as u32 == 0 => {
+                self.serve_where(Some(Wait::Others), reply, patient)
+            }
+            done => done,
+        }
+    }
+
+    pub(super) fn create(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {
+        let args: CreateIn = request.take()?;
+        let name = request.name()?;
+        let by = request.creator(self.umask(args.umask))?;
+        self.fs.create(request.header.nodeid, name, &args, &by, reply)
+    }
+
+    pub(super) fn tmpfile(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {
+        let args: CreateIn = request.take()?;
+        // The kernel sends a name, which means nothing.
+        request.name()?;
+        let by = request.creator(self.umask(args.umask))?;
+        self.fs.tmpfile(request.header.nodeid, &args, &by, reply)
+    }
+}
