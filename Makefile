@@ -3,14 +3,12 @@
 PREFIX ?= /usr/local
 CARGO ?= cargo
 export CARGO_TARGET_DIR = $(CURDIR)/target
-# Cargo and the kernels' make use all CPUs, whatever -j is used here.
-unexport MAKEFLAGS MFLAGS
 
 SCRIPTS = vm-images/boot vm-images/setup.sh vm-images/build-* vm-images/lib.sh vm-images/linux-source.sh vm-images/guest/* .ci/run tests/run tests/demo \
 	guest-kernel/build fuzz/run fuzz/rustc tests/dependencies tests/documented examples/qemu tests/sanitized tests/miri \
 	tests/guest/demo-init tests/guest/*.sh tests/host/run-case tests/host/*.sh
 
-.PHONY: all build packages tree tools kernels images guest-kernel guest-kernel-debug demo unit quick test soak neighbours bench check install \
+.PHONY: all build tree tools kernels images guest-kernel guest-kernel-debug demo unit quick test soak neighbours bench check install \
 	clean fuzz fuzz-short asan tsan miri
 
 all: build
@@ -18,12 +16,12 @@ all: build
 build:
 	$(CARGO) build --release --bin thruwayd
 
-packages tree tools:
+tree tools:
 	vm-images/setup.sh $@
 
-# With low priority, since make test runs its first tests meanwhile.
+# With low priority, since make test runs its first tests meanwhile. An error is left to the cases that need the kernel.
 kernels:
-	nice -n 19 vm-images/setup.sh uml-smp guest-kernel old-kernel
+	-nice -n 19 vm-images/setup.sh uml-smp guest-kernel old-kernel
 
 # Everything that guests need: about 20 minutes with an empty cache.
 images:
@@ -36,27 +34,29 @@ guest-kernel:
 guest-kernel-debug:
 	guest-kernel/build x86_64 debug
 
-# About 2 minutes with an empty cache. Without cargo's progress bar: two jobs share the terminal.
+# About 2 minutes with an empty cache. -j has no number: with one, make would ration cargo's jobs. Two jobs share the terminal, so
+# cargo shows no progress bar.
 demo:
 	@echo 'make demo: about 2 minutes on two CPUs, or 30 seconds when the guest and the daemon are built'
 	vm-images/setup.sh packages
-	CARGO_TERM_PROGRESS_WHEN=never $(MAKE) -j2 tree build
+	CARGO_TERM_PROGRESS_WHEN=never $(MAKE) -j tree build
 	tests/demo
 
 unit:
-	$(CARGO) test
+	$(CARGO) test --workspace
 
 # All tests without a guest.
 quick:
 	$(MAKE) unit
-	$(MAKE) fuzz-short miri
+	$(MAKE) fuzz-short
+	$(MAKE) miri
 
 # Kernels compile beside the tests that need no guest.
 test:
 	@echo 'make test: about 30 minutes on two CPUs. Unit tests take 4, fuzz targets and Miri 5, $(words $(shell tests/run --list)) cases in guests 20.'
 	@missing=$$(vm-images/setup.sh --missing); [ -z "$$missing" ] || echo "make test: more with an empty cache. Still to build: $$missing"
 	vm-images/setup.sh packages tools tree
-	$(MAKE) -j2 quick kernels
+	$(MAKE) -j quick kernels
 	$(MAKE) build
 	tests/run
 
@@ -91,8 +91,8 @@ miri:
 	tests/miri
 
 check:
-	$(CARGO) fmt --check
-	$(CARGO) clippy --all-targets -- -D warnings
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --workspace --all-targets -- -D warnings
 	tests/dependencies
 	tests/documented
 	if command -v shellcheck >/dev/null; then shellcheck -x -P SCRIPTDIR $(SCRIPTS); else echo 'make check: shellcheck is not installed: scripts are not checked'; fi
