@@ -204,7 +204,7 @@ def sparse():
             while data := file.read(RANGE):
                 digest.update(data)
                 if file.tell() % (256 << 20) == 0:
-                    print(f"{file.tell() >> 20} MiB are read", flush=True)
+                    print(f"{file.tell() >> 20} MiB read", flush=True)
         equal(host("sha256sum <sparse", 300).split()[0], digest.hexdigest())
     os.unlink(path)
 

@@ -30,7 +30,7 @@ def full(tag):
     mount(tag, "always")
     path = f"/mnt/{tag}/file"
     host(f"cd ../{tag}; truncate -s {SIZE} file; head -c {4 * RANGE} /dev/zero >filled; sync .")
-    assert stores(path, range(2)) == 0, "with room"
+    assert stores(path, range(2)) == 0, "a store fails although the disk has room"
     with mapped(path, SIZE) as view:
         # Map holes for reading.
         assert not any(view[at] for at in range(4 * RANGE, 6 * RANGE, mmap.PAGESIZE))
@@ -46,16 +46,16 @@ def full(tag):
     # Make a hole in a range that a process may store to.
     call("fallocate", fd, 3, ctypes.c_long(0), ctypes.c_long(RANGE))
     host(f"cd ../{tag}; cat /dev/zero >>filler 2>/dev/null; sync .; cat /dev/zero >>filler 2>/dev/null; sync .")
-    assert stores(path, [0]) == 0, "a copy takes it"
+    assert stores(path, [0]) == 0, "a store to a copy fails"
     with mapped(path, SIZE) as view:
         equal(view[0], 1)
     try:
         os.fsync(fd)
     except OSError as error:
         equal(error.errno in (errno.ENOSPC, errno.EIO), True)
-        print(f"{tag}: fsync tells of it", flush=True)
+        print(f"{tag}: fsync reports it", flush=True)
     os.close(fd)
-    print(f"{tag}: the virtual machine lives", flush=True)
+    print(f"{tag}: the guest is still running", flush=True)
     umount(tag)
 
 

@@ -32,7 +32,7 @@ def dies_by_sigbus(view, at):
         view[at]
         os._exit(0)
     status = os.waitpid(pid, 0)[1]
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGBUS, f"a look past the end: status {status}"
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGBUS, f"an access past the end: status {status}"
 
 
 def truncated(command, left):
@@ -44,7 +44,7 @@ def truncated(command, left):
         due = b"mapped00"[:left] + old[8:left]
         took = timed(command.format("truncated"))
         got = view[:]
-        assert got[:left] == due, "what is left is not what it was"
+        assert got[:left] == due, "the contents below the new size have changed"
         assert not any(got[left:]), f"not zeroes past the end, but {bytes(b for b in got[left:] if b)[:8]}"
         # The guest may write there, but the file does not grow.
         view[SIZE - 8 :] = b"nowhere!"
@@ -104,7 +104,7 @@ def replaced():
         view[0:8] = b"old file"
         drop_caches()
         equal(view[0:8], b"old file")
-        assert read(path) == pattern(RANGE + 1, 9), "a write by the old file's mapping is in the new file"
+        assert read(path) == pattern(RANGE + 1, 9), "a write through the old file's mapping is in the new file"
 
 
 def under_load(command):

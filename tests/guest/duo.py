@@ -123,13 +123,13 @@ def locks():
                 (fcntl.flock if name == "flock" else fcntl.lockf)(mine, fcntl.LOCK_EX)
 
             with Waiter(wait) as waiter:
-                assert not waiter.done_within(1), f"{name}: got what the other guest holds"
+                assert not waiter.done_within(1), f"{name}: got a lock that the other guest holds"
                 for number in range(50):
                     write(f"{S}/{name}-{number}", b"x")
                     equal(read(f"{S}/{name}-{number}"), b"x")
                 assert not waiter.done_within(0)
                 meet(role)
-                assert waiter.done_within(PATIENCE), f"{name}: free, and the waiting process did not get it"
+                assert waiter.done_within(PATIENCE), f"{name}: the lock is free, but the waiting process did not get it"
         else:
             meet(role)
             lock(fcntl.LOCK_UN)
@@ -147,8 +147,8 @@ def locks():
     else:
         meet(role)
         with Waiter(lambda: fcntl.flock(os.open(f, os.O_RDWR), fcntl.LOCK_EX)) as waiter:
-            assert waiter.done_within(PATIENCE), "the other guest is gone and its lock is not"
-        print("ok b gets the lock of a guest that is gone", flush=True)
+            assert waiter.done_within(PATIENCE), "the other guest has ended, but not its lock"
+        print("ok b gets the lock of a guest that has ended", flush=True)
 
 
 try:

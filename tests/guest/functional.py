@@ -695,7 +695,7 @@ def waiting_lock(d, lock, unlock):
     unlock(fd)
     for _ in waiters:
         ready, _, _ = select.select([waiter.reader for waiter in waiters], [], [], 30)
-        assert ready, "the lock is free and nobody got it"
+        assert ready, "the lock is free, but no process got it"
         waiter = next(waiter for waiter in waiters if waiter.reader in ready)
         assert waiter.done_within(0)
         waiter.__exit__()
@@ -730,7 +730,7 @@ def test_posix_deadlock(d):
             write(f"{d}/told-{first}", b"")
 
     with Waiter(lambda: lock(0, 1)) as one, Waiter(lambda: lock(1, 0)) as two:
-        assert one.done_within(10) and two.done_within(10), "both wait for ever"
+        assert one.done_within(10) and two.done_within(10), "both wait forever"
     equal(len([name for name in os.listdir(d) if name.startswith("told")]), 1)
 
 

@@ -64,9 +64,9 @@ def grown(by, grow):
         while size < (pieces + 1) * PIECE:
             assert time.monotonic() < deadline, f"the size stays {size}"
             now = os.fstat(fd).st_size
-            assert now >= size and now % PIECE == 0, f"{now} after {size} is no size that the file had"
+            assert now >= size and now % PIECE == 0, f"{now} after {size} is a size that the file never had"
             size = now
-            assert len(os.pread(fd, PIECE, size - PIECE)) == PIECE, f"not all is there below {size}"
+            assert len(os.pread(fd, PIECE, size - PIECE)) == PIECE, f"data below {size} is missing"
             with mapped(path, size) as view:
                 assert view[size - PIECE : size - PIECE + 8] == pattern(8), f"other contents at {size - PIECE}"
         os.close(fd)

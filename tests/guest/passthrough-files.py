@@ -254,7 +254,7 @@ def holes():
         # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
         call("fallocate", fd, 3, ctypes.c_long(1 << 20), ctypes.c_long(1 << 20))
         due[1 << 20 : 2 << 20] = bytes(1 << 20)
-        assert view[:] == due, "what is mapped shows no hole"
+        assert view[:] == due, "the mapping does not show the hole"
         equal(os.lseek(fd, 0, os.SEEK_HOLE), 1 << 20)
         equal(os.lseek(fd, 1 << 20, os.SEEK_DATA), 2 << 20)
         # Write into the hole: by a message, and by a fault that fills it.

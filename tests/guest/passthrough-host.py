@@ -78,7 +78,7 @@ def replaced():
         seen("the new file", lambda: read(path) == pattern(5001, 9), True)
         view[0:8] = b"old file"
         equal(os.pread(fd, 8, 0), b"old file")
-        assert read(path) == pattern(5001, 9), "a write by the old file's mapping is in the new file"
+        assert read(path) == pattern(5001, 9), "a write through the old file's mapping is in the new file"
     os.close(fd)
     host("rm replaced")
 
