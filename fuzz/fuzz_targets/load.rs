@@ -103,7 +103,7 @@ fuzz_target!(|bytes: &[u8]| {
         };
         if how & 8 != 0 && state.len() >= 24 {
             // A header that is right.
-            state[..16].copy_from_slice(b"thruway\0\x01\0\0\0\0\0\0\0");
+            state[..16].copy_from_slice(b"thruway\0\x02\0\0\0\0\0\0\0");
             state[16..24].copy_from_slice(&(InitFlags::ASYNC_READ.bits()).to_le_bytes());
         }
         let guest = &mut kept.guests[which];

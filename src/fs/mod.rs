@@ -224,7 +224,7 @@ impl Control for PassthroughFs {
                 "the guest has window passthrough, which cannot move",
             ));
         }
-        Ok(self.save_state()?.encode())
+        self.save_state()?.encode().map_err(io::Error::other)
     }
 
     fn load(&self, flags: InitFlags, state: &[u8]) -> io::Result<()> {

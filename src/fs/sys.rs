@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use rustix::io::Errno;
 use rustix::thread::{Pid, UnshareFlags, unshare_unsafe};
+use serde::{Deserialize, Serialize};
 
 use crate::fuse::buf::{IOV_MAX, IoRange};
 
@@ -74,9 +75,10 @@ pub fn truncate(path: &CStr, size: u64) -> Result<()> {
 }
 
 /// What the kernel calls a file handle: it names a file on its mount.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RawHandle {
     pub kind: i32,
+    #[serde(with = "serde_bytes")]
     pub data: Box<[u8]>,
 }
 

@@ -201,7 +201,7 @@ impl Saver<'_> {
         let path = self.mount_path(inode)?;
         let fd = open_beneath(self.root, &path, OFlags::PATH)?;
         let (root, _) = name_to_handle(fd.as_fd())?;
-        self.mounts.push(MountState { path, kind: fstatfs(&fd)?.f_type as u64, root });
+        self.mounts.push(MountState { kind: fstatfs(&fd)?.f_type as u64, path, root });
         Ok(self.mounts.len() as u32 - 1)
     }
 
@@ -271,8 +271,10 @@ impl<'a> Loader<'a> {
     }
 
     fn load(&mut self, state: &State) -> io::Result<()> {
-        let given = ROOT_ID..state.next_id.min(MAX_NODEID);
-        if state.next_id > MAX_NODEID || state.inodes.iter().any(|inode| !given.contains(&inode.id)) {
+        // The root is not given out: its nodeid is fixed.
+        let next = ROOT_ID + 1..=MAX_NODEID;
+        let given = ROOT_ID..state.next_id;
+        if !next.contains(&state.next_id) || state.inodes.iter().any(|inode| !given.contains(&inode.id)) {
             return Err(invalid("the state is damaged: a nodeid that was never given out"));
         }
         for inode in &state.inodes {

@@ -14,6 +14,7 @@ use tempfile::TempDir;
 use super::format::{HandleState, Location, State};
 use crate::fs::tests::List;
 use crate::fs::{Config, FileHandles, Migration, MigrationMode, MigrationOnError, PassthroughFs, proc_self_fd};
+use crate::fuse::Server;
 use crate::fuse::abi::*;
 use crate::fuse::buf::IoVecs;
 use crate::fuse::ops::*;
@@ -346,6 +347,16 @@ fn options_must_fit_the_session() {
 }
 
 #[test]
+fn a_stream_of_an_older_daemon_is_refused() {
+    let share = Share::new();
+    let server = Server::new(share.daemon(PATHS, FileHandles::Never));
+    let mut state = server.save().unwrap();
+    server.load(&state).unwrap();
+    state[8] -= 1;
+    assert!(server.load(&state).unwrap_err().to_string().contains("version 1, not 2"));
+}
+
+#[test]
 fn a_hostile_state_gets_an_error_and_never_a_panic() {
     let share = Share::new();
     share.put("file", "");
@@ -370,12 +381,16 @@ fn a_hostile_state_gets_an_error_and_never_a_panic() {
     let damaged = |change: &dyn Fn(&mut State)| {
         let mut state = State::decode(&bytes).unwrap();
         change(&mut state);
-        fs.load(flags, &state.encode()).err().map(|e| e.to_string())
+        fs.load(flags, &state.encode().unwrap()).err().map(|e| e.to_string())
     };
     let handle = |fh, node| HandleState { fh, node, directory: false, flags: 0 };
     assert_eq!(damaged(&|_| ()), None);
     assert!(damaged(&|s| s.next_id = file).is_some());
     assert!(damaged(&|s| s.next_id = u64::MAX).is_some());
+    // The guest would get the root's nodeid for another file.
+    let empty = |next_id| State { next_id, mounts: Vec::new(), inodes: Vec::new(), handles: Vec::new() };
+    assert!(damaged(&|s| *s = empty(ROOT_ID)).is_some());
+    assert!(damaged(&|s| *s = empty(ROOT_ID + 1)).is_none());
     assert!(damaged(&|s| s.inodes[1].id = s.inodes[2].id).is_some());
     assert!(damaged(&|s| s.inodes[1].id = 0).is_some());
     assert!(damaged(&|s| s.inodes[1].location = Location::Root).is_some());
