@@ -65,6 +65,10 @@ impl Transport for Here {
         self.io = true;
     }
 
+    fn serve_anew(&mut self) {
+        self.io = true;
+    }
+
     fn detach(&mut self) -> WayBack {
         unreachable!("there is no window")
     }

@@ -32,6 +32,10 @@ impl Transport for Here {
         self.io = true;
     }
 
+    fn serve_anew(&mut self) {
+        self.io = true;
+    }
+
     fn detach(&mut self) -> WayBack {
         let late = self.late.clone();
         Box::new(move |reply| *late.lock().unwrap() = Some(reply))

@@ -58,7 +58,7 @@ impl<H: Handler> Origin<'_, H> {
     }
 
     /// Serves the request anew on a thread that waits for the host's file system. The thread needs only the chain's head.
-    fn serve_anew(&self) {
+    fn hand_over(&self) {
         let (service, head, busy) = (self.service.clone(), self.head, self.ring.occupy());
         self.work(Box::new(move || {
             let (mem, table) = busy.table();
@@ -103,7 +103,14 @@ impl<H: Handler> Transport for Origin<'_, H> {
         let begin =
             |uring: &Mutex<Uring>| uring.lock().begin(io, data.as_slice(), self.head, self.segments, self.mem.clone());
         if !self.uring.is_some_and(begin) {
-            self.serve_anew();
+            self.hand_over();
+        }
+    }
+
+    fn serve_anew(&mut self) {
+        if !self.may_wait() {
+            self.left = true;
+            self.hand_over();
         }
     }
 

@@ -270,9 +270,7 @@ impl Files for PassthroughFs {
 
     fn read(&self, node: u64, read: &ReadIn, to: &IoRange, waits: bool) -> Result<Option<usize>> {
         let handle = self.handles.get(node, read.fh)?;
-        // What io_uring reads, the guards of other daemons take for a truncation: they would end their guests' mappings. A file
-        // that this guest maps is likely to be mapped by others.
-        if waits || self.is_mapped(node) {
+        if waits {
             return sys::preadv(handle.fd(), to, read.offset, 0).map(Some);
         }
         handle.host.read_cached(handle.fd(), to, read.offset)
@@ -284,6 +282,8 @@ impl Files for PassthroughFs {
 
     fn file_for_read(&self, node: u64, read: &ReadIn) -> Result<Option<OwnedFd>> {
         let handle = self.handles.get(node, read.fh)?;
+        // The guard of another daemon cannot tell a read by io_uring from a truncation, and would end its guest's mappings. A file
+        // that this guest has mapped may well be mapped by others too. A thread's system call shows that it reads.
         Ok(if self.is_mapped(node) { None } else { handle.copy().ok() })
     }
 

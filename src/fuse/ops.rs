@@ -123,7 +123,7 @@ pub trait Files {
     fn tmpfile(&self, parent: u64, create: &CreateIn, by: &Creator, reply: &mut Reply) -> Result<()>;
     /// How many bytes were read. `None`: the thread would wait for the host's file system, which it may only with `waits`.
     fn read(&self, node: u64, read: &ReadIn, to: &IoRange, waits: bool) -> Result<Option<usize>>;
-    /// The open file, if somebody else may read from it in place of [`read`](Self::read).
+    /// The open file, if io_uring may read from it. If not, a thread that may wait calls [`read`](Self::read).
     fn file_for_read(&self, node: u64, read: &ReadIn) -> Result<Option<OwnedFd>>;
     fn write(&self, node: u64, write: &WriteIn, from: &IoRange) -> Result<usize>;
     /// The open file, if somebody else may write to it in place of [`write`](Self::write), on behalf of this thread.

@@ -25,6 +25,8 @@ pub trait Transport: Send {
     fn may_wait(&self) -> bool;
     /// Moves `data` between guest memory and a file, and answers the request.
     fn io(&mut self, io: Io, data: &IoRange);
+    /// Serves the request again from its beginning, a READ, on a thread that may wait.
+    fn serve_anew(&mut self);
     /// The way back for a reply that comes from another thread. What [`Server::handle`](super::Server::handle) returns is of
     /// no meaning then.
     fn detach(&mut self) -> WayBack;
@@ -186,6 +188,14 @@ impl<'a> Reply<'a> {
         if let To::Place { writable, from, .. } = &mut self.to {
             let io = Io { unique: self.unique, file, offset, write: false, long };
             from.io(io, &writable.range(HEADER..HEADER.saturating_add(size)));
+        }
+        self.to = To::Nowhere;
+    }
+
+    /// Has a thread that may wait serve the request from its beginning, a READ.
+    pub fn serve_anew(&mut self) {
+        if let To::Place { from, .. } = &mut self.to {
+            from.serve_anew();
         }
         self.to = To::Nowhere;
     }

@@ -23,7 +23,7 @@ impl<F: FileSystem> Server<F> {
         }
         match self.fs.file_for_read(node, &args)? {
             Some(file) => reply.read_elsewhere(file, args.offset, size, long),
-            None => drop(reply.fill(size, |to| self.fs.read(node, &args, to, true))?),
+            None => reply.serve_anew(),
         }
         Ok(())
     }
