@@ -72,7 +72,8 @@ neighbours:
 # ARGS are its options, for example ARGS='--rounds 5' or ARGS=--help.
 bench:
 	vm-images/setup.sh tools tree
-	$(CARGO) bench --bench guest -- $(ARGS)
+	$(MAKE) build
+	$(CARGO) run --release --package xtask -- bench $(ARGS)
 
 # Ten seconds of each fuzz target. Targets that need root are skipped without it.
 fuzz-short:

@@ -3,10 +3,8 @@
 //! Calls go one way: [`device`] (virtqueues) → [`fuse`] (messages) → [`fs`] (the shared directory) → [`window`] (what of
 //! it is mapped into the guest).
 
-pub mod bench;
 pub mod cli;
 pub mod device;
-pub mod frontend;
 pub mod fs;
 pub mod fuse;
 pub mod limits;

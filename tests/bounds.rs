@@ -10,11 +10,11 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use thruway::device::{self, Handler, Urings};
-use thruway::frontend::{Frontend, Options};
 use thruway::fuse::abi::*;
 use thruway::fuse::ops::Wait;
 use thruway::fuse::{Io, Transport, WayBack, Work};
 use thruway::limits::{LOCK_THREADS, QUEUE_BYTES, URING_REQUESTS, WORK_THREADS};
+use thruway_bench::frontend::{Frontend, Options};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
 use virtio_queue::desc::split::Descriptor;
@@ -216,7 +216,7 @@ impl Daemon {
         frontend.write_descriptor(1, head, all).unwrap();
     }
 
-    fn submit(&self, opcode: u32) -> thruway::frontend::Token {
+    fn submit(&self, opcode: u32) -> thruway_bench::frontend::Token {
         self.frontend.submit(1, &[&self.frontend.header(opcode, 0, 0).1], &[16]).unwrap()
     }
 

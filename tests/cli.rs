@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 use rustix::fs::{OFlags, fcntl_setfl};
 use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::process::{Resource::Nofile, Rlimit};
-use thruway::frontend::{Frontend, Options};
 use thruway::fuse::abi::{InitInCompat, KERNEL_VERSION, Opcode};
+use thruway_bench::frontend::{Frontend, Options};
 use zerocopy::IntoBytes;
 
 fn daemon() -> Command {

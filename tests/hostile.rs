@@ -7,11 +7,11 @@ use std::time::Duration;
 use rustix::fs::{Mode, OFlags};
 use tempfile::TempDir;
 use thruway::device;
-use thruway::frontend::{Frontend, Options};
 use thruway::fs::{Config, PassthroughFs, proc_self_fd};
 use thruway::fuse::Server;
 use thruway::fuse::abi::*;
 use thruway::limits::LOCK_THREADS;
+use thruway_bench::frontend::{Frontend, Options};
 use virtio_queue::desc::split::Descriptor;
 use zerocopy::{FromBytes, IntoBytes};
 

@@ -10,11 +10,11 @@ use std::time::Duration;
 use rustix::fs::{Mode, OFlags};
 use tempfile::TempDir;
 use thruway::device;
-use thruway::frontend::{Frontend, Options, Token};
 use thruway::fs::idmap::IdMap;
 use thruway::fs::{Config, PassthroughFs, proc_self_fd};
 use thruway::fuse::Server;
 use thruway::fuse::abi::*;
+use thruway_bench::frontend::{Frontend, Options, Token};
 use zerocopy::{FromBytes, IntoBytes};
 
 const LONG: Duration = Duration::from_secs(20);

@@ -11,12 +11,12 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use thruway::device::{self, Handler, LARGE, Urings};
-use thruway::frontend::{Frontend, Options};
 use thruway::fs::{Config, PassthroughFs, proc_self_fd};
 use thruway::fuse::abi::*;
 use thruway::fuse::buf::IoVecs;
 use thruway::fuse::ops::{Control, Files, Names, Wait};
 use thruway::fuse::{Io, Reply, Server, Transport, WayBack, Work};
+use thruway_bench::frontend::{Frontend, Options};
 use zerocopy::{FromBytes, IntoBytes};
 
 /// Reads `nodeid` bytes of a stream.

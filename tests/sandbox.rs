@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 
 use rustix::mount::{MountFlags, MountPropagationFlags, UnmountFlags, mount, mount_bind, mount_change};
 use tempfile::TempDir;
-use thruway::frontend::{Frontend, Options};
 use thruway::fuse::abi::*;
 use thruway::sandbox::seccomp;
+use thruway_bench::frontend::{Frontend, Options};
 use zerocopy::IntoBytes;
 
 /// User and group ID of `nobody` on Linux distributions. Any unused ID would do.

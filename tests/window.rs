@@ -11,12 +11,12 @@ use std::time::{Duration, Instant};
 use rustix::fs::{Mode, OFlags};
 use tempfile::TempDir;
 use thruway::device;
-use thruway::frontend::{Frontend, Options, Window as Region};
 use thruway::fs::{Config, PassthroughFs, proc_self_fd};
 use thruway::fuse::Server;
 use thruway::fuse::abi::*;
 use thruway::window::proxy::{Event, Kind, Opened};
 use thruway::window::{RANGE, StandIns, Window};
+use thruway_bench::frontend::{Frontend, Options, Window as Region};
 use zerocopy::{FromBytes, IntoBytes};
 
 /// Of 32 ranges.

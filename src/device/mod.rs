@@ -67,7 +67,7 @@ pub mod doors {
 
 pub use config::TAG_LEN;
 pub use crowd::LARGE;
-pub(crate) use poll::offer_cpu;
+pub use poll::offer_cpu;
 pub use uring::Urings;
 
 /// One memory table of the guest.

@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2154  # lib.sh sets them
 # make bench works: every job has a row and a plot. Its times mean nothing here and are not checked.
 
-bench() { (cd "$root" && cargo bench --quiet --bench guest -- --quick --out "$work/bench" --only "$1"); }
+bench() { (cd "$root" && cargo run --quiet --release --package xtask -- bench --quick --out "$work/bench" --only "$1"); }
 
 case_bench() {
     local job left

@@ -7,8 +7,8 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use rustix::fs::{Advice, fadvise};
-use thruway::frontend::{Frontend, Token, Window};
 use thruway::fuse::abi::*;
+use thruway_bench::frontend::{Frontend, Token, Window};
 use virtio_queue::desc::split::Descriptor;
 use vm_memory::{Bytes, GuestAddress};
 use zerocopy::{FromBytes, IntoBytes};

@@ -21,9 +21,9 @@ use std::time::{Duration, Instant};
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use tempfile::TempDir;
-use thruway::frontend::{Frontend, Options, Window};
 use thruway::fuse::abi::*;
 use thruway::limits;
+use thruway_bench::frontend::{Frontend, Options, Window};
 use zerocopy::{FromBytes, IntoBytes};
 
 use attack::{ATTACKS, Hostile};

@@ -30,7 +30,7 @@ use vm_memory::{ByteValued, Bytes, FileOffset, GuestAddress, GuestMemoryBackend,
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use crate::device::offer_cpu;
+use thruway::device::offer_cpu;
 
 pub use window::{BASE as WINDOW_BASE, Mapped, Window};
 

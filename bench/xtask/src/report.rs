@@ -10,8 +10,8 @@ use crate::frontend;
 use crate::host::Result;
 use crate::plan::{Contender, Daemon, FIRST_OPEN, Goal, Job, Measure, SETUPMAPPING, SETUPMAPPING_LIVE, TABLES, Table};
 use crate::plot;
-use thruway::bench::report::markdown;
-use thruway::bench::series::{Series, median, number};
+use thruway_bench::report::markdown;
+use thruway_bench::series::{Series, median, number};
 
 /// What is between these is ours, the rest of the file its readers'.
 const BEGIN: &str = "<!-- make bench writes from here -->\n";

@@ -13,16 +13,25 @@ use crate::plan::Table;
 pub type Result<T> = std::result::Result<T, String>;
 
 pub fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
 }
 
 pub fn guest_dir() -> PathBuf {
     root().join("tests/guest")
 }
 
-/// As `tests/run` chooses it, or the one built with this program.
-pub fn thruwayd() -> String {
-    env::var("THRUWAY_DAEMON").unwrap_or_else(|_| env!("CARGO_BIN_EXE_thruwayd").to_owned())
+/// `$THRUWAY_DAEMON`, or the daemon that was built into the directory of this program.
+pub fn thruwayd() -> Result<String> {
+    if let Ok(daemon) = env::var("THRUWAY_DAEMON") {
+        return Ok(daemon);
+    }
+    let program = env::current_exe().map_err(|e| format!("cannot find this program's directory: {e}"))?;
+    let daemon = program.with_file_name("thruwayd");
+    if daemon.exists() {
+        Ok(daemon.display().to_string())
+    } else {
+        Err(format!("no {} yet: run make build", daemon.display()))
+    }
 }
 
 pub fn virtiofsd() -> Result<String> {

@@ -1,6 +1,7 @@
-//! What `thruway-bench` does: drives virtio-fs daemons over their sockets, with no VM, and measures them.
+//! A vhost-user frontend that plays the guest without a VM, and what `thruway-bench` measures of daemons with it.
 
 pub mod daemon;
+pub mod frontend;
 pub mod report;
 pub mod series;
 mod slots;

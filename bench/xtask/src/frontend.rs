@@ -3,10 +3,10 @@
 use std::fmt::Write;
 use std::time::Duration;
 
-use thruway::bench::daemon::Daemon;
-use thruway::bench::report::{Figures, Row, markdown};
-use thruway::bench::series::number;
-use thruway::bench::{Plan, Session};
+use thruway_bench::daemon::Daemon;
+use thruway_bench::report::{Figures, Row, markdown};
+use thruway_bench::series::number;
+use thruway_bench::{Plan, Session};
 
 use crate::host::{self, Result};
 
@@ -92,9 +92,9 @@ pub const TABLES: &[Table] = &[
 /// Measures a table's rows; the contenders have turns in each round.
 pub fn measure(table: &Table, rounds: u32, time: Duration) -> Result<Vec<Row>> {
     let deepest = table.rows.iter().map(|row| row.depth).max().unwrap_or(1);
-    let virtiofsd = host::virtiofsd()?;
+    let (virtiofsd, thruwayd) = (host::virtiofsd()?, host::thruwayd()?);
     let open = |contender: &&str| {
-        let command = contender.replace("virtiofsd", &virtiofsd).replace("thruwayd", &host::thruwayd());
+        let command = contender.replace("virtiofsd", &virtiofsd).replace("thruwayd", &thruwayd);
         let fixed = "--socket-path {socket} --shared-dir {share} --log-level error";
         Session::open(Daemon::start(&format!("{command} {fixed} {}", table.arguments))?, 1, deepest, table.halt_poll)
     };

@@ -8,7 +8,7 @@ use zerocopy::{FromBytes, IntoBytes};
 use super::errno_text;
 use super::slots::{Ask, Forgets, MAX_DATA, Reply};
 use crate::frontend::Frontend;
-use crate::fuse::abi::*;
+use thruway::fuse::abi::*;
 
 type Result<T> = std::result::Result<T, String>;
 

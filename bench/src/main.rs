@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use clap::Parser;
 use indicatif::{ProgressBar, ProgressStyle};
-use thruway::bench::daemon::Daemon;
-use thruway::bench::report::{self, Figures, Row};
-use thruway::bench::{NAMES, Plan, Result, Session, is_workload};
+use thruway_bench::daemon::Daemon;
+use thruway_bench::report::{self, Figures, Row};
+use thruway_bench::{NAMES, Plan, Result, Session, is_workload};
 
 /// Measures virtio-fs daemons without a VM
 ///

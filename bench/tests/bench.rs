@@ -1,16 +1,22 @@
 //! `thruway-bench` against the daemon: each workload runs, and what it tells can be read.
 
+use std::path::Path;
 use std::process::{Command, Output};
 
 use serde_json::Value;
 
-const DAEMON: &str = concat!(
-    env!("CARGO_BIN_EXE_thruwayd"),
-    " --socket-path {socket} --shared-dir {share} --sandbox none --seccomp none --log-level error"
-);
+const PROGRAM: &str = env!("CARGO_BIN_EXE_thruway-bench");
+
+/// The command of the daemon. Cargo names the programs of a test's own package alone; the others lie beside them.
+fn daemon() -> String {
+    let daemon = Path::new(PROGRAM).with_file_name("thruwayd");
+    assert!(daemon.exists(), "there is no {} yet: run cargo build, or the tests of the workspace", daemon.display());
+    let fixed = "--socket-path {socket} --shared-dir {share} --sandbox none --seccomp none --log-level error";
+    format!("{} {fixed}", daemon.display())
+}
 
 fn bench(arguments: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_thruway-bench")).args(arguments).output().unwrap()
+    Command::new(PROGRAM).args(arguments).output().unwrap()
 }
 
 fn text(bytes: &[u8]) -> String {
@@ -22,7 +28,7 @@ fn every_workload_runs() {
     let short =
         ["--seconds", "0.05", "--warm-up", "0.01", "--rounds", "1", "--json", "--queues", "2", "--depth", "1,5"];
     let all = "getattr,lookup,lookup-new,open,create,readdirplus,statfs,fsync,compile,read-4k,randwrite-128k,write-1m";
-    let output = bench(&[&short[..], &["--workload", all, DAEMON]].concat());
+    let output = bench(&[&short[..], &["--workload", all, &daemon()]].concat());
     assert!(output.status.success(), "{}", text(&output.stderr));
     let json: Value = serde_json::from_slice(&output.stdout).unwrap();
     let rows = json["rows"].as_array().unwrap();
@@ -35,9 +41,10 @@ fn every_workload_runs() {
 
 #[test]
 fn two_daemons_are_compared() {
+    let daemon = daemon();
     let arguments = ["--seconds", "0.05", "--rounds", "2", "--depth", "8", "--halt-poll-us", "200"];
     let output =
-        bench(&[&arguments[..], &["--workload", "getattr-beside-write", "--compare", DAEMON, DAEMON]].concat());
+        bench(&[&arguments[..], &["--workload", "getattr-beside-write", "--compare", &daemon, &daemon]].concat());
     assert!(output.status.success(), "{}", text(&output.stderr));
     let table = text(&output.stdout);
     assert!(table.contains("| getattr-beside-write, depth 8 |"), "{table}");
@@ -49,8 +56,8 @@ fn what_cannot_be_measured_is_refused_in_one_line() {
         (&["true {socket}"][..], "{share}"),
         (&["false {socket} {share}"], "it ended"),
         (&["--socket", "/nonexistent"], "cannot connect"),
-        (&["--workload", "getattr-beside-write", DAEMON], "--depth 5"),
-        (&["--workload", "sleep", DAEMON], "randread-4k"),
+        (&["--workload", "getattr-beside-write", &daemon()], "--depth 5"),
+        (&["--workload", "sleep", &daemon()], "randread-4k"),
     ] {
         let output = bench(arguments);
         let error = text(&output.stderr);

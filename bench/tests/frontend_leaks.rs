@@ -6,8 +6,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use thruway::device::{self, Handler};
-use thruway::frontend::{Frontend, Options};
 use thruway::fuse::{Transport, Work};
+use thruway_bench::frontend::{Frontend, Options};
 
 struct Nothing;
 

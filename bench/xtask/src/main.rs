@@ -11,15 +11,21 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::Parser;
 use clap::builder::PossibleValuesParser;
+use clap::{Args, Parser};
 
 use host::Result;
 use plan::{Contender, FIRST_OPEN, SETUPMAPPING, TABLES, Table};
-use thruway::bench::series::Series;
+use thruway_bench::series::Series;
 
-/// Compares daemons by what guests measure, and writes benchmarks.md with plots.
+/// What is done in this repository beside cargo's own commands
 #[derive(Parser)]
+enum Task {
+    Bench(Options),
+}
+
+/// Compares daemons by what guests measure, and writes benchmarks.md with plots
+#[derive(Args)]
 struct Options {
     /// How often each contender has its turn
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
@@ -33,9 +39,6 @@ struct Options {
     /// Where benchmarks.md and plots/ are written [default: docs]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// What cargo says to every benchmark
-    #[arg(long, hide = true)]
-    bench: bool,
 }
 
 fn names() -> impl Iterator<Item = &'static str> {
@@ -66,7 +69,7 @@ pub struct Results {
     /// By the names of table, contender and job.
     figures: BTreeMap<[&'static str; 3], Series>,
     /// By the name of a table of [`frontend`].
-    rows: BTreeMap<&'static str, Vec<thruway::bench::report::Row>>,
+    rows: BTreeMap<&'static str, Vec<thruway_bench::report::Row>>,
     /// Of a build, by table and contender: requests by opcode.
     requests: BTreeMap<[&'static str; 2], BTreeMap<String, u64>>,
     /// What the guests of a table told of themselves, by its name.
@@ -96,7 +99,8 @@ impl Results {
 }
 
 fn main() -> ExitCode {
-    match run(&Options::parse()) {
+    let Task::Bench(options) = Task::parse();
+    match run(&options) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
             eprintln!("bench: {e}");

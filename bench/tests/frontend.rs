@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use thruway::device::{self, Error, Handler};
-use thruway::frontend::{Frontend, MEMORY_BASE, Options};
 use thruway::fuse::ops::Wait;
 use thruway::fuse::{Transport, Work};
+use thruway_bench::frontend::{Frontend, MEMORY_BASE, Options};
 use virtio_bindings::virtio_ring::{VRING_DESC_F_INDIRECT, VRING_DESC_F_NEXT, VRING_DESC_F_WRITE};
 use virtio_queue::desc::split::Descriptor;
 use vm_memory::{Bytes, GuestAddress};
@@ -159,7 +159,7 @@ fn echo(frontend: &Frontend, queue: usize) {
     assert_eq!(frontend.request(queue, ECHO, 1, b"hello", b"", 4096).unwrap(), b"hello");
 }
 
-fn submit_wait(frontend: &Frontend, gate: u64) -> thruway::frontend::Token {
+fn submit_wait(frontend: &Frontend, gate: u64) -> thruway_bench::frontend::Token {
     let (_, head) = frontend.header(WAIT, gate, 0);
     frontend.submit(1, &[&head], &[16, 4096]).unwrap()
 }

@@ -11,7 +11,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use super::errno_text;
 use crate::frontend::Frontend;
-use crate::fuse::abi::*;
+use thruway::fuse::abi::*;
 
 const PAGE: usize = 4096;
 

@@ -10,7 +10,7 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 use crate::Results;
 use crate::host::Result;
 use crate::plan::{Job, Table};
-use thruway::bench::series::number;
+use thruway_bench::series::number;
 
 /// Panels side by side: three are read at the width of a page.
 const COLUMNS: usize = 3;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
-use super::Result;
+use crate::Result;
 
 /// How long a daemon may take to make its socket.
 const START: Duration = Duration::from_secs(10);

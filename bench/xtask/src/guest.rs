@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use crate::host::{self, Result};
 use crate::plan::{Contender, Daemon, FIRST_OPEN, Job, Measure, SETUPMAPPING, SETUPMAPPING_LIVE, Table};
-use thruway::bench::series::{median, number};
+use thruway_bench::series::{median, number};
 
 /// Lines of a failed boot that are shown: its own message after the end of the daemon's log and of the console.
 const SHOWN: usize = 60;
@@ -77,7 +77,7 @@ pub fn run(table: &Table, contender: &Contender, share: &Path, quick: bool) -> R
 fn command(table: &Table, contender: &Contender, share: &Path, quick: bool, logs: &Path) -> Result<Command> {
     let daemon = match contender.daemon {
         Daemon::Virtiofsd => host::virtiofsd()?,
-        Daemon::Thruwayd | Daemon::Native(_) => host::thruwayd(),
+        Daemon::Thruwayd | Daemon::Native(_) => host::thruwayd()?,
     };
     let place = match contender.daemon {
         Daemon::Native(place) => place,
