@@ -7,7 +7,7 @@ pub mod series;
 mod slots;
 mod workload;
 
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
@@ -110,28 +110,30 @@ impl Session {
     pub fn measure(&mut self, name: &str, plan: &Plan) -> Result<Measured> {
         let (frontend, forgets) = (&self.frontend, &self.forgets);
         let mut lanes = workload::lanes(name, frontend, forgets, &mut self.share, plan.queues * plan.depth)?;
-        let phase = AtomicU8::new(WARM_UP);
+        let (phase, counted) = (AtomicU8::new(WARM_UP), AtomicBool::new(false));
         std::thread::scope(|scope| {
             let mut workers = Vec::new();
             for slots in self.slots.iter_mut().take(plan.queues) {
                 let mine: Vec<_> = lanes.drain(..plan.depth).collect();
-                let phase = &phase;
+                let (phase, counted) = (&phase, &counted);
                 workers.push(scope.spawn(move || {
-                    drive(frontend, slots, forgets, mine, phase).inspect_err(|_| phase.store(OVER, Ordering::Relaxed))
+                    drive(frontend, slots, forgets, mine, phase, counted)
+                        .inspect_err(|_| phase.store(OVER, Ordering::Relaxed))
                 }));
             }
             wait(&phase, plan.warm_up);
             let (before, start) = (self.daemon.usage(), Instant::now());
             let _ = phase.compare_exchange(WARM_UP, MEASURE, Ordering::Relaxed, Ordering::Relaxed);
             wait(&phase, plan.time);
+            // On a busy machine the first operation may take longer than the time for all of them.
+            while !counted.load(Ordering::Relaxed) && phase.load(Ordering::Relaxed) != OVER {
+                std::thread::sleep(Duration::from_millis(1));
+            }
             phase.store(OVER, Ordering::Relaxed);
             let (after, seconds) = (self.daemon.usage(), start.elapsed().as_secs_f64());
             let mut all = Tally::new();
             for worker in workers {
                 all.add(worker.join().unwrap_or_else(|_| Err("a worker panicked".into()))?);
-            }
-            if all.ops == 0 {
-                return Err(format!("{name}: no operation was done in {seconds:.1} s: give more --seconds"));
             }
             let Tally { ops, requests, bytes, latency } = all;
             let usage = after.zip(before).map(|(after, before)| after - before);
@@ -192,6 +194,7 @@ fn drive(
     forgets: &Forgets,
     mut lanes: Vec<Lane>,
     phase: &AtomicU8,
+    counted: &AtomicBool,
 ) -> Result<Tally> {
     let lost = |e: std::io::Error| format!("the daemon does not answer: {e}");
     let (mut tally, mut forgotten, mut seen) = (Tally::new(), Vec::new(), WARM_UP);
@@ -216,6 +219,9 @@ fn drive(
             let mut go_on = true;
             if let Progress::Done { units, bytes } = progress {
                 if lane.counts && seen != OVER {
+                    if tally.ops == 0 && seen == MEASURE {
+                        counted.store(true, Ordering::Relaxed);
+                    }
                     tally.ops += units;
                     tally.bytes += bytes;
                     let ns = lane.started.elapsed().as_nanos() as u64;
