@@ -1,4 +1,4 @@
-//! What a hostile guest can make the daemon hold for it: chains, memory, threads. Alone in its process, because it counts
+//! How much a hostile guest can make the daemon hold: chains, memory, threads. This file is a process of its own, because it counts
 //! what is allocated.
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -29,7 +29,7 @@ const READ: u32 = 1001;
 const SLOW: u32 = 1002;
 /// Waits for a lock, until the gate opens.
 const LOCK: u32 = 1003;
-/// Takes for ever, unless it is told to end.
+/// Runs until it is told to end.
 const COPY: u32 = 1004;
 
 const NEXT: u16 = 1;
@@ -38,7 +38,7 @@ const INDIRECT: u16 = 4;
 
 const LONG: Duration = Duration::from_secs(60);
 
-/// Counts the bytes that are allocated.
+/// Counts the allocated bytes.
 struct Counting;
 
 static BYTES: AtomicUsize = AtomicUsize::new(0);
@@ -61,7 +61,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// The tests of this file run one after the other: they share what is counted.
+/// The tests of this file run one after the other, because they share the counters.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(|failed| failed.into_inner())
@@ -242,9 +242,9 @@ fn until(done: impl Fn() -> bool) {
     }
 }
 
-/// A driver that breaks the rules ends its queue, and no other one; until it resets the device. That is said once.
+/// If a driver breaks the rules, its queue is no longer served until it resets the device. Other queues are. The log says so once.
 #[test]
-fn a_head_that_may_not_be_offered_ends_its_queue() {
+fn a_driver_that_offers_a_wrong_head_loses_that_queue() {
     let _alone = alone();
     let _ = tracing_subscriber::registry().with(Errors).try_init();
     let [a, b, slow] = [1021, 1022, 1023];
@@ -257,12 +257,12 @@ fn a_head_that_may_not_be_offered_ends_its_queue() {
         let errors = ERRORS.load(Ordering::SeqCst);
         frontend.push_raw(1, slow).unwrap();
         until(|| seen.running.load(Ordering::SeqCst) == 1);
-        // All are taken from the ring at a time: when `a` is back, the device has seen what comes after it.
+        // The worker takes all three at a time: when `a` is back, it has seen the others.
         frontend.offer(1, &[a, bad, b]).unwrap();
         frontend.kick(1).unwrap();
         assert_eq!(frontend.wait_raw(1, LONG).unwrap(), (a.into(), 16));
         (0..10_000).for_each(|_| frontend.push_raw(1, bad).unwrap());
-        // What was taken comes back even so.
+        // Chains that were taken before still come back.
         seen.gate.open();
         assert_eq!(frontend.wait_raw(1, LONG).unwrap(), (slow.into(), 16));
         frontend.request(0, FAST, 0, b"", b"", 0).unwrap();
@@ -275,7 +275,7 @@ fn a_head_that_may_not_be_offered_ends_its_queue() {
     }
 }
 
-/// A head may be offered again as soon as it is in the used ring.
+/// A driver may offer a head again as soon as it is in the used ring.
 #[test]
 fn a_head_that_came_back_may_be_offered_again() {
     let _alone = alone();
@@ -290,8 +290,8 @@ fn a_head_that_came_back_may_be_offered_again() {
     daemon.end();
 }
 
-/// The worst that a guest can have in flight: cold reads into as many buffers as a chain can have, and syncs that are
-/// answered into as many.
+/// The worst that a guest can have in flight: cold reads into as many buffers as a chain can have, and syncs whose replies go into as
+/// many.
 #[test]
 fn the_memory_of_requests_in_flight_is_bounded() {
     let _alone = alone();
@@ -328,13 +328,13 @@ fn fill(opcode: u32) {
         drop(daemon.peer.lock().unwrap().take());
         stop.join().unwrap();
     });
-    // Whoever stops the queue gets all, wherever it was.
+    // A stop of the queue returns all chains, wherever they were.
     assert_eq!(std::iter::from_fn(|| frontend.poll_raw(1).unwrap()).count(), 1024);
     assert!(seen.running.load(Ordering::SeqCst) >= 1024 - URING_REQUESTS);
     daemon.end();
 }
 
-/// More syncs at a time than there are threads.
+/// There are more syncs than threads.
 #[test]
 fn slow_requests_wait_for_a_thread() {
     let _alone = alone();
@@ -349,7 +349,7 @@ fn slow_requests_wait_for_a_thread() {
     daemon.end();
 }
 
-/// Locks that nobody ever gives back hold up no sync.
+/// Waiting for locks that are never released does not hold up syncs.
 #[test]
 fn waiting_locks_take_no_thread_from_syncs() {
     let _alone = alone();
@@ -357,7 +357,7 @@ fn waiting_locks_take_no_thread_from_syncs() {
     for _ in 0..LOCK_THREADS + 44 {
         daemon.submit(LOCK);
     }
-    // Too many are told so.
+    // The ones over the limit are refused.
     (0..44).for_each(|_| assert_eq!(daemon.next_error(), -libc::EAGAIN));
     daemon.submit(SLOW);
     until(|| daemon.seen.running.load(Ordering::SeqCst) == 1);
@@ -366,9 +366,9 @@ fn waiting_locks_take_no_thread_from_syncs() {
     daemon.end();
 }
 
-/// What can end early does so for whoever stops, disables or resets the queue.
+/// A stop, a disable or a reset of the queue ends jobs that can end early.
 #[test]
-fn a_stop_ends_what_can_end_early() {
+fn a_stop_ends_jobs_that_can_end_early() {
     use vhost::vhost_user::VhostUserFrontend;
 
     let _alone = alone();

@@ -1,4 +1,4 @@
-//! A hostile guest against the whole daemon in one process: after each bad request it serves a good one.
+//! A hostile guest against the whole daemon in one process. After each bad request the daemon serves a good one.
 
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
@@ -59,7 +59,7 @@ impl Guest {
         OpenOut::read_from_bytes(&out).unwrap().fh
     }
 
-    /// The daemon serves on, on the queue that was abused and on the other one.
+    /// Checks that the daemon still serves the abused queue and the other one.
     fn is_served(&self) {
         for queue in [1, 2] {
             let args = GetattrIn::default();
@@ -68,7 +68,7 @@ impl Guest {
         }
     }
 
-    /// Sends a chain of (address, length, flags), the last of which links to `last`.
+    /// Sends a chain of (address, length, flags). The last descriptor links to `last`.
     fn chain(&self, parts: &[(u64, u32, u16)], last: Option<usize>) -> u32 {
         let indices = self.frontend.take_descriptors(1, parts.len()).unwrap();
         for (n, &(addr, len, flags)) in parts.iter().enumerate() {
@@ -118,7 +118,7 @@ fn bad_chains_are_answered_or_dropped() {
     };
     let outside = 1 << 40;
     put(header.as_bytes());
-    // The arguments outside of memory; nothing but the header; the reply outside of memory; a loop; nothing at all.
+    // Arguments outside of memory, no arguments, a reply outside of memory, two loops, an empty descriptor, a short header.
     assert_eq!(guest.chain(&[(room, 40, 0), (outside, 16, 0), (room + 4096, 16, WRITE)], None), 16);
     assert_eq!(guest.chain(&[(room, 40, 0), (room + 4096, 16, WRITE)], None), 16);
     assert_eq!(guest.chain(&[(room, 56, 0), (outside, 120, WRITE)], None), 0);
@@ -126,12 +126,12 @@ fn bad_chains_are_answered_or_dropped() {
     guest.chain(&[(room, 40, 0), (room + 64, 16, 0)], Some(0));
     guest.chain(&[(room, 0, 0)], None);
     guest.chain(&[(room, 39, 0), (room + 4096, 16, WRITE)], None);
-    // The header claims more than there is, and less than itself.
+    // The header claims more bytes than there are, or fewer than its own.
     for len in [u32::MAX, 57, 39, 0] {
         put(InHeader { len, ..header }.as_bytes());
         assert_eq!(guest.chain(&[(room, 56, 0), (room + 4096, 120, WRITE)], None), 16);
     }
-    // A good one.
+    // A good request.
     put(header.as_bytes());
     assert_eq!(guest.chain(&[(room, 56, 0), (room + 4096, 120, WRITE)], None), 16 + size_of::<AttrOut>() as u32);
 }
@@ -156,7 +156,7 @@ fn a_waiting_lock_does_not_hold_up_its_queue() {
     assert_eq!(OutHeader::ref_from_prefix(&done.data).unwrap().0.error, 0);
 }
 
-/// As many processes as may wait for a lock do so for ever: a sync, which takes a thread too, is served on.
+/// As many processes as possible wait for a lock for ever. A sync, which also needs a thread, is still served.
 #[test]
 fn waiting_locks_hold_up_no_sync() {
     // Not in /tmp, which may be in memory: nothing waits there.

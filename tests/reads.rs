@@ -1,4 +1,4 @@
-//! Requests that wait, for the host's file system or for others: the queue goes on, and whoever stops it gets all of them.
+//! Requests that wait for the host's file system or for others. The queue goes on meanwhile, and a stop returns all of them.
 
 use std::fs::File;
 use std::io::Write;
@@ -120,7 +120,7 @@ fn a_read_that_waits_lets_others_pass() {
 }
 
 #[test]
-fn a_ring_stops_when_what_waits_is_there() {
+fn a_ring_stops_after_the_requests_that_wait() {
     let (daemon, mut peer) = with_a_peer(urings());
     let frontend = &daemon.frontend;
     let (_, head) = frontend.header(READ, 100, 0);
@@ -142,7 +142,7 @@ fn a_ring_stops_when_what_waits_is_there() {
 }
 
 #[test]
-fn a_frontend_that_leaves_waits_for_nothing_but_the_read() {
+fn a_frontend_that_leaves_waits_only_for_the_read() {
     let (daemon, peer) = with_a_peer(urings());
     let (_, head) = daemon.frontend.header(READ, 100, 0);
     daemon.frontend.submit(1, &[&head], &[16, 100]).unwrap();
@@ -152,9 +152,9 @@ fn a_frontend_that_leaves_waits_for_nothing_but_the_read() {
     daemon.end();
 }
 
-/// What is not in memory is not waited for, what is comes at once.
+/// A worker reads at once what is in memory, and does not wait for the rest.
 #[test]
-fn a_cold_read_is_told_from_a_warm_one() {
+fn a_cold_read_is_noticed() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let file = File::options().read(true).write(true).create_new(true).open(dir.path().join("cold")).unwrap();
     if !matches!(rustix::fs::fstatfs(&file).unwrap().f_type, libc::EXT4_SUPER_MAGIC | libc::XFS_SUPER_MAGIC) {
@@ -181,7 +181,7 @@ fn a_cold_read_is_told_from_a_warm_one() {
     };
     // All of it, then the second half only.
     for missing in [0, 1 << 16] {
-        // A page may stay, and a disk may be quick enough: not every time, though.
+        // A page may stay in memory, or the disk may be quick. Not every time.
         let waited = (0..100).any(|_| {
             rustix::fs::fadvise(&file, missing, None, rustix::fs::Advice::DontNeed).unwrap();
             read().is_none()
@@ -192,12 +192,12 @@ fn a_cold_read_is_told_from_a_warm_one() {
     }
 }
 
-/// What nobody waits for gathers for a while, so that it costs few wake-ups.
+/// Requests of the high priority queue gather for a while, so that they cost few wake-ups.
 #[test]
 fn forgets_gather() {
     let (daemon, _peer) = with_a_peer(Urings::none());
     let waited = |_: &usize| {
-        // The worker sleeps again by then; but for one that has just been woken, by the ring's start or on a busy machine.
+        // Usually the worker sleeps again by then. The ring's start may just have woken it, or the machine may be busy.
         thread::sleep(Duration::from_millis(10));
         let before = Instant::now();
         daemon.frontend.request(0, FAST, 1, b"", b"", 0).unwrap();
@@ -207,10 +207,9 @@ fn forgets_gather() {
     daemon.end();
 }
 
-/// A large transfer is told to leave the worker after metadata has waited, if there is io_uring. Data that waits for data does not
-/// count.
+/// After metadata has waited, a large transfer leaves the worker if there is an io_uring. Data that waits for data does not count.
 #[test]
-fn large_requests_are_told_of_a_crowd() {
+fn large_transfers_leave_a_crowded_worker() {
     for (urings, data, told) in [(urings(), 0, -libc::EPERM), (urings(), DATA, 0), (Urings::none(), 0, 0)] {
         let (daemon, _peer) = with_a_peer(urings);
         let frontend = &daemon.frontend;
@@ -227,7 +226,7 @@ fn large_requests_are_told_of_a_crowd() {
     }
 }
 
-/// Large writes and reads of several at a time: some are handed over, all arrive.
+/// Several large writes and reads at a time: some leave the worker, and all arrive.
 #[test]
 fn a_crowd_of_large_requests_is_served() {
     let dir = tempfile::tempdir().unwrap();
@@ -266,7 +265,7 @@ fn a_crowd_of_large_requests_is_served() {
     daemon.end();
 }
 
-/// The guest's view of a file on a disk whose pages are not in memory: by io_uring and without.
+/// What the guest reads of a file whose pages are not in memory, with io_uring and without.
 #[test]
 fn a_cold_file_reads_as_it_is() {
     for urings in [Urings::new(1), Urings::none()] {

@@ -1,4 +1,4 @@
-//! The FUSE server over a real directory, called without a virtqueue: what it allocates, and what it survives.
+//! The FUSE server over a real directory, called without a virtqueue: how much it allocates, and what it survives.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -17,7 +17,7 @@ use thruway::fuse::{Io, Job, Server, Transport, WayBack, Work};
 use thruway::limits::{DATA_BYTES, INODE_MEMORY, REMOVED_PARTS};
 use zerocopy::{FromBytes, IntoBytes};
 
-/// Counts the calling thread's allocations, and their bytes that are not freed.
+/// Counts the calling thread's allocations, and its bytes that are not freed.
 struct Counting;
 
 thread_local! {
@@ -44,7 +44,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Takes note of what a request wants from another thread.
+/// Notes what a request wants from another thread.
 #[derive(Default)]
 struct Here {
     may_wait: bool,
@@ -100,7 +100,7 @@ impl Guest {
         guest
     }
 
-    /// Makes the request the next one to be served.
+    /// Prepares the request to be served next.
     fn load(&mut self, room: usize) {
         self.work.readable.clear();
         self.work.writable.clear();
@@ -114,7 +114,7 @@ impl Guest {
         unsafe { self.work.writable.push(self.reply.as_mut_ptr(), room.min(self.reply.len()), true) };
     }
 
-    /// Sends raw bytes; the reply's length, if there is one.
+    /// Sends raw bytes. Returns the reply's length if there is a reply.
     fn raw(&mut self, room: usize) -> Option<usize> {
         self.load(room);
         let mut here = Here::default();
@@ -132,7 +132,7 @@ impl Guest {
         Some(reply.len())
     }
 
-    /// Sends a request: the reply's body, or the errno.
+    /// Sends a request. Returns the reply's body or the errno.
     fn call(&mut self, opcode: Opcode, nodeid: u64, parts: &[&[u8]]) -> Result<&[u8], i32> {
         self.request.clear();
         let len = 40 + parts.iter().map(|p| p.len()).sum::<usize>();
@@ -152,7 +152,7 @@ impl Guest {
     }
 }
 
-/// What a guest does all day.
+/// The requests that a guest sends most.
 fn hot_path(guest: &mut Guest) {
     let node = guest.lookup(b"file\0");
     let open = OpenIn { flags: libc::O_RDWR as u32, open_flags: 0 };
@@ -183,7 +183,7 @@ fn the_hot_path_allocates_nothing_once_warm() {
 }
 
 #[test]
-fn a_known_file_takes_so_much_memory() {
+fn the_memory_of_a_known_file_is_bounded() {
     const FILES: usize = 10_000;
     for inode_file_handles in [thruway::fs::FileHandles::Never, thruway::fs::FileHandles::Prefer] {
         let mut guest = Guest::new(Config { inode_file_handles, ..Default::default() });
@@ -212,7 +212,7 @@ fn a_known_file_takes_so_much_memory() {
         let one = |now: usize| now.saturating_sub(before + listed) / FILES;
         println!("{inode_file_handles:?}: listed {}", one(BYTES.get()));
         assert!(one(BYTES.get()) <= INODE_MEMORY);
-        // The descriptors of those that were used may be as many as this process may have.
+        // Each lookup may keep a descriptor, and the process may have only so many.
         for name in names.iter().filter(|name| name.len() > 2).take(500) {
             guest.lookup(&[name, &b"\0"[..]].concat());
         }
@@ -220,9 +220,9 @@ fn a_known_file_takes_so_much_memory() {
     }
 }
 
-/// Data lies where the server may not touch it; what it moves by itself would not arrive.
+/// Here the data lies where the server may not touch it. Bytes that it copied itself would not arrive.
 #[test]
-fn data_is_moved_by_system_calls_alone() {
+fn only_system_calls_move_data() {
     let mut guest = Guest::new(Config::default());
     std::fs::write(guest.dir.path().join("file"), vec![7; 1 << 16]).unwrap();
     let node = guest.lookup(b"file\0");
@@ -253,9 +253,9 @@ fn data_is_moved_by_system_calls_alone() {
     assert_eq!(std::fs::read(guest.dir.path().join("file")).unwrap(), [7; 1 << 17]);
 }
 
-/// Another daemon's guest may have the file mapped, and be in no hurry to let go of it.
+/// Another daemon's guest may have mapped the file, and may take long to unmap it.
 #[test]
-fn what_takes_bytes_away_is_not_for_a_queues_worker() {
+fn requests_that_remove_bytes_leave_the_worker() {
     let mut guest = Guest::new(Config::default());
     std::fs::write(guest.dir.path().join("file"), "contents").unwrap();
     std::fs::write(guest.dir.path().join("empty"), "").unwrap();
@@ -317,7 +317,7 @@ fn unknown_requests_are_answered() {
 }
 
 #[test]
-fn a_message_has_so_many_parts() {
+fn the_parts_of_a_message_are_bounded() {
     let mut guest = Guest::new(Config::default());
     for (count, errno) in [(REMOVED_PARTS, libc::ENOSYS), (REMOVED_PARTS + 1, libc::EINVAL), (10_000, libc::EINVAL)] {
         let parts = vec![0; 16 * count as usize];
@@ -328,7 +328,7 @@ fn a_message_has_so_many_parts() {
     assert_eq!(guest.call(Opcode::Read, 1, &[read.as_bytes()]), Err(libc::EINVAL));
     let write = WriteIn { size: DATA_BYTES as u32 + 1, ..Default::default() };
     assert_eq!(guest.call(Opcode::Write, 1, &[write.as_bytes()]), Err(libc::EINVAL));
-    // As much as fits is forgotten.
+    // As many as fit are forgotten.
     let (args, parts) = (BatchForgetIn { count: 10_000, ..Default::default() }, vec![0; 16 * 10_000]);
     guest.request = [&[0; 40], args.as_bytes(), &parts].concat();
     let len = guest.request.len() as u32;
@@ -337,7 +337,7 @@ fn a_message_has_so_many_parts() {
     assert_eq!(guest.raw(100), None);
 }
 
-/// A copy of several pieces arrives whole, past the end of the file cut to it.
+/// A copy of several pieces arrives whole. It ends at the end of the file.
 #[test]
 fn a_long_copy_is_whole() {
     let mut guest = Guest::new(Config::default());
@@ -360,7 +360,7 @@ fn a_long_copy_is_whole() {
     }
 }
 
-/// A small generator (xorshift64), so that a failure can be run again.
+/// A small generator (xorshift64), so that a failure can be repeated.
 struct Random(u64);
 
 impl Random {

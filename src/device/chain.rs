@@ -1,6 +1,7 @@
-//! Descriptor chains (VIRTIO 1.3, section 2.7.5): from guest memory to slices. The guest wrote all of it, so nothing is
-//! believed: each descriptor is read once, its bounds are checked, and the walk ends whatever the links say.
+//! Descriptor chains (VIRTIO 1.3, section 2.7.5): from guest memory to slices. The guest wrote them and is not trusted. Each
+//! descriptor is read once, its bounds are checked, and the walk ends whatever the links say.
 
+use rustix::io::Errno;
 use virtio_queue::desc::split::Descriptor;
 use vm_memory::bitmap::Bitmap;
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryError, GuestMemoryRegion};
@@ -11,6 +12,7 @@ use super::{LoadedMemory, Memory};
 use crate::fuse::Work;
 use crate::fuse::abi::{InHeader, OutHeader};
 use crate::fuse::buf::IoVecs;
+use crate::fuse::ops::Result;
 use crate::limits::CHAIN_DESCRIPTORS;
 
 /// Size of a descriptor in memory, in bytes (section 2.7.5).
@@ -44,7 +46,7 @@ impl Used {
     }
 }
 
-/// A [`Work`] that holds the slices of a chain for as long as the memory under them is sure to be mapped.
+/// A [`Work`] with the slices of a chain, while the memory under them is sure to stay mapped.
 pub struct Loaded<'a> {
     pub work: &'a mut Work,
     _mem: &'a LoadedMemory,
@@ -58,30 +60,31 @@ impl Drop for Loaded<'_> {
 }
 
 impl Loaded<'_> {
-    /// Answers the request with an errno, without its being served. Returns the length of the reply: 0 if the
-    /// request's header or room for the answer is missing.
-    pub fn refuse(&mut self, errno: i32) -> usize {
+    /// Answers the request with an errno instead of serving it. Returns the length of the reply: 0 if the request has no header or
+    /// no room for the answer.
+    pub fn refuse(&mut self, errno: Errno) -> usize {
         let mut request = InHeader::default();
         let fits = self.work.writable.len() >= size_of::<OutHeader>();
         if !fits || self.work.readable.read_at(0, request.as_mut_bytes()) < size_of::<InHeader>() {
             return 0;
         }
-        let reply = OutHeader { len: size_of::<OutHeader>() as u32, error: -errno, unique: request.unique };
+        let reply =
+            OutHeader { len: size_of::<OutHeader>() as u32, error: -errno.raw_os_error(), unique: request.unique };
         self.work.writable.write_at(0, reply.as_bytes())
     }
 }
 
 /// Puts the slices of the chain that starts at `head` into `work` and its writable ranges into `segments`.
 ///
-/// The errno of a chain that must be refused: EFAULT if a descriptor or its buffer is not in guest memory, EINVAL if the chain
-/// breaks the rules. What precedes the fault is there even so, as far as it serves to answer the request.
+/// The second result is the errno of a chain that must be refused: EFAULT if a descriptor or its buffer is not in guest memory,
+/// EINVAL if the chain breaks the rules. Even then `work` has what is needed to answer the request, if that precedes the fault.
 pub fn load<'a>(
     mem: &'a LoadedMemory,
     table: Table,
     head: u16,
     work: &'a mut Work,
     segments: &mut Vec<Segment>,
-) -> (Loaded<'a>, Result<(), i32>) {
+) -> (Loaded<'a>, Result<()>) {
     segments.clear();
     let loaded = Loaded { work, _mem: mem };
     let mut walk = Walk::new(mem, table, head);
@@ -89,7 +92,7 @@ pub fn load<'a>(
     (loaded, fault)
 }
 
-fn gather(walk: &mut Walk, mem: &Memory, work: &mut Work, segments: &mut Vec<Segment>) -> Result<(), i32> {
+fn gather(walk: &mut Walk, mem: &Memory, work: &mut Work, segments: &mut Vec<Segment>) -> Result<()> {
     let mut fault = Ok(());
     while let Some(desc) = walk.next().map_err(|errno| fault.err().unwrap_or(errno))? {
         let (addr, len) = (desc.addr(), desc.len());
@@ -99,21 +102,21 @@ fn gather(walk: &mut Walk, mem: &Memory, work: &mut Work, segments: &mut Vec<Seg
                 segments.push(Segment { addr, len });
             }
         } else if !segments.is_empty() {
-            fault = fault.and(Err(libc::EINVAL));
+            fault = fault.and(Err(Errno::INVAL));
         } else if fault.is_ok() {
-            // On a fault the walk goes on: room for the answer comes after what cannot be read.
+            // After a fault the walk goes on: the room for the answer comes last.
             fault = push(mem, addr, len, &mut work.readable);
         }
     }
     fault
 }
 
-fn push(mem: &Memory, addr: GuestAddress, len: u32, to: &mut IoVecs) -> Result<(), i32> {
+fn push(mem: &Memory, addr: GuestAddress, len: u32, to: &mut IoVecs) -> Result<()> {
     each_slice(mem, addr, len as usize, |region, offset, len| {
-        let base = region.get_host_address(vm_memory::MemoryRegionAddress(offset)).map_err(|_| libc::EFAULT)?;
+        let base = region.get_host_address(vm_memory::MemoryRegionAddress(offset)).map_err(|_| Errno::FAULT)?;
         let near = !is_mapped_file(region);
-        // SAFETY: `each_slice` keeps the range within the region, which `mem` keeps mapped; `Loaded` borrows
-        // `mem` and empties the list before that borrow ends. A file that is mapped may have been cut: `near`.
+        // SAFETY: `each_slice` keeps the range within the region, which `mem` keeps mapped. `Loaded` borrows `mem` and empties the
+        // list before that borrow ends. A mapped file may have been cut, so its region is not `near`.
         unsafe { to.push(base, len, near) };
         Ok(())
     })
@@ -121,29 +124,29 @@ fn push(mem: &Memory, addr: GuestAddress, len: u32, to: &mut IoVecs) -> Result<(
 
 type Region = <Memory as GuestMemoryBackend>::R;
 
-/// Calls `each` with the region, the offset therein and the length of each part of a range of guest memory.
+/// Calls `each` for each region that a range of guest memory touches: with the region, and the part's offset and length in it.
 fn each_slice(
     mem: &Memory,
     addr: GuestAddress,
     len: usize,
-    mut each: impl FnMut(&Region, u64, usize) -> Result<(), i32>,
-) -> Result<(), i32> {
+    mut each: impl FnMut(&Region, u64, usize) -> Result<()>,
+) -> Result<()> {
     let (mut addr, mut left) = (addr, len);
     while left > 0 {
-        let (region, at) = mem.to_region_addr(addr).ok_or(libc::EFAULT)?;
+        let (region, at) = mem.to_region_addr(addr).ok_or(Errno::FAULT)?;
         let room = usize::try_from(region.len() - at.raw_value()).unwrap_or(usize::MAX);
         let n = room.min(left);
         each(region, at.raw_value(), n)?;
         left -= n;
         if left > 0 {
-            addr = addr.checked_add(n as u64).ok_or(libc::EFAULT)?;
+            addr = addr.checked_add(n as u64).ok_or(Errno::FAULT)?;
         }
     }
     Ok(())
 }
 
-/// Copies a reply into a chain's writable ranges and returns how many bytes had room. Marks them dirty.
-pub fn write(mem: &Memory, segments: &[Segment], reply: &[u8]) -> Result<usize, GuestMemoryError> {
+/// Copies a reply into a chain's writable ranges, and marks those dirty. Returns how many bytes had room.
+pub fn write(mem: &Memory, segments: &[Segment], reply: &[u8]) -> std::result::Result<usize, GuestMemoryError> {
     let mut done = 0;
     for segment in segments {
         let n = (reply.len() - done).min(segment.len as usize);
@@ -154,7 +157,7 @@ pub fn write(mem: &Memory, segments: &[Segment], reply: &[u8]) -> Result<usize, 
     Ok(done)
 }
 
-/// The ranges that have the first `len` bytes.
+/// The ranges that hold the first `len` bytes.
 pub fn first(segments: &[Segment], len: usize) -> &[Segment] {
     let mut room = 0;
     let enough = |segment: &Segment| {
@@ -165,20 +168,20 @@ pub fn first(segments: &[Segment], len: usize) -> &[Segment] {
     &segments[..end]
 }
 
-/// Whether none of these bytes is of a mapped file.
+/// Whether none of these bytes belongs to a mapped file.
 pub fn is_near(mem: &Memory, addr: GuestAddress, len: usize) -> bool {
     each_slice(mem, addr, len, near).is_ok()
 }
 
-fn near(region: &Region, _offset: u64, _len: usize) -> Result<(), i32> {
-    if is_mapped_file(region) { Err(libc::EFAULT) } else { Ok(()) }
+fn near(region: &Region, _offset: u64, _len: usize) -> Result<()> {
+    if is_mapped_file(region) { Err(Errno::FAULT) } else { Ok(()) }
 }
 
-/// Records that the first `len` bytes of the writable ranges were written, for the frontend's log of dirty pages.
+/// Marks the first `len` bytes of the writable ranges as written in the frontend's log of dirty pages.
 pub fn mark_dirty(mem: &Memory, segments: &[Segment], mut len: usize) {
     for segment in segments {
         let n = len.min(segment.len as usize);
-        // A range that is not in memory any more has nothing to log.
+        // A range that has left guest memory needs no log.
         let _ = each_slice(mem, segment.addr, n, |region, offset, n| {
             region.bitmap().mark_dirty(offset as usize, n);
             Ok(())
@@ -203,7 +206,7 @@ impl<'a> Walk<'a> {
         Walk { mem, table: table.addr, len, next, left: CHAIN_DESCRIPTORS, indirect: false }
     }
 
-    fn next(&mut self) -> Result<Option<Descriptor>, i32> {
+    fn next(&mut self) -> Result<Option<Descriptor>> {
         let Some(index) = self.next else { return Ok(None) };
         let desc = self.fetch(index)?;
         if desc.refers_to_indirect_table() {
@@ -214,22 +217,22 @@ impl<'a> Walk<'a> {
         Ok(Some(desc))
     }
 
-    fn fetch(&mut self, index: u32) -> Result<Descriptor, i32> {
-        self.left = self.left.checked_sub(1).ok_or(libc::EINVAL)?;
+    fn fetch(&mut self, index: u32) -> Result<Descriptor> {
+        self.left = self.left.checked_sub(1).ok_or(Errno::INVAL)?;
         if index >= self.len {
-            return Err(libc::EINVAL);
+            return Err(Errno::INVAL);
         }
         let offset = u64::from(index) * u64::from(DESCRIPTOR_SIZE);
-        let addr = self.table.checked_add(offset).ok_or(libc::EFAULT)?;
+        let addr = self.table.checked_add(offset).ok_or(Errno::FAULT)?;
         each_slice(self.mem, addr, DESCRIPTOR_SIZE as usize, near)?;
-        self.mem.read_obj(addr).map_err(|_| libc::EFAULT)
+        self.mem.read_obj(addr).map_err(|_| Errno::FAULT)
     }
 
     /// Goes on in an indirect table, which ends the chain: section 2.7.5.3.1 forbids a link after it and a table in it.
-    fn enter(&mut self, desc: Descriptor) -> Result<(), i32> {
+    fn enter(&mut self, desc: Descriptor) -> Result<()> {
         let whole = desc.len() > 0 && desc.len() % DESCRIPTOR_SIZE == 0;
         if self.indirect || !whole || desc.has_next() {
-            return Err(libc::EINVAL);
+            return Err(Errno::INVAL);
         }
         self.indirect = true;
         self.table = desc.addr();

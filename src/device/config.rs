@@ -1,17 +1,17 @@
 //! The configuration space of a virtio-fs device (VIRTIO 1.3, section 5.11.4).
 
-/// Length of the tag field in bytes; a tag that fills it has no terminating zero.
+/// Length of the tag field in bytes. A tag that fills it has no terminating zero.
 pub const TAG_LEN: usize = 36;
 
-/// `tag[36]` and le32 `num_request_queues`. What follows, `notify_buf_size`, exists only with
-/// VIRTIO_FS_F_NOTIFICATION, which is not offered.
+/// `tag[36]` and le32 `num_request_queues`. The field after them, `notify_buf_size`, exists only with VIRTIO_FS_F_NOTIFICATION,
+/// which is not offered.
 const SPACE_LEN: usize = TAG_LEN + 4;
 
-/// A device's configuration space. Nothing in it can be written.
+/// A device's configuration space, which is read-only.
 pub struct ConfigSpace([u8; SPACE_LEN]);
 
 impl ConfigSpace {
-    /// A tag longer than [`TAG_LEN`] bytes is cut; without one the field stays zero, as the frontend has its own.
+    /// Cuts a tag that is longer than [`TAG_LEN`] bytes. Without a tag the field stays zero: the frontend has its own.
     pub fn new(tag: Option<&str>, request_queues: u16) -> Self {
         let mut space = [0; SPACE_LEN];
         let tag = tag.unwrap_or_default().as_bytes();
@@ -21,9 +21,9 @@ impl ConfigSpace {
         Self(space)
     }
 
-    /// `size` bytes from `offset` on. What lies past the end reads as zeros: a frontend may ask for a structure with
-    /// fields of features that were not negotiated, and vhost-user takes a shorter answer for an error.
-    /// The caller bounds `size` (crate vhost: VHOST_USER_CONFIG_SIZE, 4 KiB).
+    /// Reads `size` bytes from `offset` on; bytes past the end are zero. A frontend may ask for fields of features that were not
+    /// negotiated, and vhost-user takes a shorter answer for an error. The caller bounds `size` (crate vhost:
+    /// VHOST_USER_CONFIG_SIZE, 4 KiB).
     pub fn read(&self, offset: u32, size: u32) -> Vec<u8> {
         let from = self.0.get(offset as usize..).unwrap_or_default();
         from.iter().copied().chain(std::iter::repeat(0)).take(size as usize).collect()

@@ -1,6 +1,6 @@
-//! Replies that do not come in their request's turn: which of them go back to the driver, and when.
+//! Late replies: which of them go back to the driver, and when.
 
-/// Late replies of a ring. `R`: a reply; `S`: a ring as its driver sees it.
+/// The late replies of one ring. `R`: a reply. `S`: the ring's state as its driver sees it.
 pub struct Late<R, S> {
     session: u64,
     held: Vec<R>,
@@ -14,12 +14,12 @@ impl<R, S> Default for Late<R, S> {
 }
 
 impl<R, S: PartialEq> Late<R, S> {
-    /// Names the ring's present session, which a reply is to be [kept](Self::keep) for.
+    /// The number of the ring's present session. A reply is [kept](Self::keep) for one session.
     pub fn session(&self) -> u64 {
         self.session
     }
 
-    /// Keeps a reply until it can be delivered. False if its session is over: it is dropped.
+    /// Keeps a reply until it can be delivered. If its session is over, drops it and returns false.
     pub fn keep(&mut self, session: u64, reply: R) -> bool {
         let is_current = session == self.session;
         if is_current {
@@ -38,14 +38,16 @@ impl<R, S: PartialEq> Late<R, S> {
         self.held.drain(..)
     }
 
-    /// The ring stops so, and its session may go on.
+    /// The ring stops in this state. Its session may go on later.
     pub fn stop(&mut self, ring: S) {
         self.stopped = Some(ring);
     }
 
-    /// The ring starts so. True if the session goes on (the VM was paused). A ring that is not as it was stopped is new. After a
-    /// reset of the driver a ring cannot look like the one that stopped with replies outstanding, even if the indices
-    /// have wrapped around: its used index equals its available index.
+    /// The ring starts in this state. Returns true if the session goes on, because the VM was only paused. A ring in another state
+    /// than it was stopped in is new.
+    ///
+    /// After a reset of the driver, a ring never looks like one that stopped with replies outstanding, even if the indices have
+    /// wrapped around: its used index equals its available index.
     pub fn start(&mut self, ring: S) -> bool {
         let goes_on = self.stopped.take() == Some(ring);
         if !goes_on {
@@ -54,14 +56,14 @@ impl<R, S: PartialEq> Late<R, S> {
         goes_on
     }
 
-    /// Begins another session. Replies of the one before are dropped, also those to come.
+    /// Begins another session. Replies of the one before are dropped, including those still to come.
     pub fn forget(&mut self) {
         *self = Self { session: self.session + 1, ..Self::default() };
     }
 }
 
-/// Each order of steps of a late reply and of whoever stops and starts its ring. [`Late`] is the real one; the locks are taken as
-/// in `ring.rs`, which has those of vhost-user-backend.
+/// Tries each order of the steps of a late reply and of a stop and start of its ring. [`Late`] is the real one. The locks are taken
+/// as in `ring.rs`, which uses vhost-user-backend's.
 #[cfg(test)]
 mod orders {
     use loom::sync::{Arc, Condvar, Mutex};
@@ -69,13 +71,13 @@ mod orders {
 
     use super::*;
 
-    /// A reply, by the driver's session that asked for it.
+    /// The driver's session that asked for the reply.
     type Reply = u32;
 
     #[derive(Default)]
     struct Vring {
         ready: bool,
-        /// The driver's.
+        /// The driver's session.
         session: u32,
         delivered: Vec<Reply>,
     }
@@ -115,7 +117,7 @@ mod orders {
             }
         }
 
-        /// As a job that whoever stops the ring waits for.
+        /// Completes the reply of a job that a stop of the ring waits for.
         fn complete_busy(&self, session: u64, reply: Reply) {
             let mut late = self.late.lock().unwrap();
             if late.keep(session, reply) {
@@ -156,7 +158,8 @@ mod orders {
         }
     }
 
-    /// Completes a reply on another thread while this one stops the ring and starts it for a driver's session; what was delivered.
+    /// Completes a reply on another thread while this one stops the ring and starts it for a driver's session. Returns what was
+    /// delivered.
     fn meanwhile(complete: fn(&Ring, u64, Reply), busy: usize, next: u32) -> Vec<Reply> {
         let ring = Ring::started();
         *ring.busy.lock().unwrap() = busy;
@@ -178,7 +181,7 @@ mod orders {
 
     #[test]
     fn a_new_driver_gets_no_old_reply() {
-        // deliver() looks at whose it is.
+        // deliver() checks the reply's session.
         loom::model(|| assert!(meanwhile(Ring::complete, 0, 1).len() <= 1));
     }
 

@@ -1,7 +1,8 @@
 //! The virtio-fs device (VIRTIO 1.3, section 5.11) as a vhost-user backend.
 //!
-//! [`serve`] answers one frontend. Each queue has a worker thread (`queue`) that walks descriptor chains (`chain`) and
-//! hands each request to a [`Handler`]. What the handler answers later is delivered by `ring`.
+//! [`serve`] serves one frontend. Each queue has a worker thread (`queue`) that takes descriptor chains (`chain`) from a virtqueue
+//! (`ring`) and passes each request to a [`Handler`]. `origin` takes what the worker does not do itself: it goes to a thread (`pool`)
+//! or to the kernel (`uring`), and its reply goes back by the ring.
 
 mod chain;
 mod config;
@@ -79,11 +80,11 @@ type GuestMemory = GuestMemoryAtomic<Memory>;
 /// A memory table that stays mapped.
 type LoadedMemory = GuestMemoryLoadGuard<Memory>;
 
-/// Most request queues: vhost-user-backend names the queues of a thread by a bit mask of 64 bits, and one bit is the high
-/// priority queue's.
+/// Most request queues. vhost-user-backend names the queues of a thread by a mask of 64 bits, and one bit is the high priority
+/// queue's.
 pub const MAX_REQUEST_QUEUES: u16 = 63;
 
-/// Default of [`Options::poll`] in µs: a guest whose CPU sleeps while it waits takes some 50 from a reply to its next request.
+/// Default of [`Options::poll`] in µs. A guest whose CPU sleeps while it waits takes about 50 from a reply to its next request.
 pub const POLL_US: u64 = 100;
 
 /// What serves the requests that come over the queues.
@@ -95,15 +96,15 @@ pub trait Handler: Send + Sync + 'static {
     /// cannot be stopped.
     fn handle(&self, work: &mut Work, from: &mut dyn Transport) -> usize;
 
-    /// The guest or its device was reset, or the frontend is gone: ends requests that wait and forgets the session.
+    /// Ends requests that wait and forgets the session. The guest or its device was reset, or the frontend is gone.
     fn reset(&self);
 
-    /// The session, for another daemon. All queues rest meanwhile.
+    /// The session, for another daemon. All queues are stopped meanwhile.
     fn save(&self) -> io::Result<Vec<u8>> {
         Err(io::ErrorKind::Unsupported.into())
     }
 
-    /// Takes over what [`save`](Self::save) gave; it may be anything. All queues rest meanwhile.
+    /// Takes over what [`save`](Self::save) gave. The state may hold anything. All queues are stopped meanwhile.
     fn load(&self, _state: &[u8]) -> io::Result<()> {
         Err(io::ErrorKind::Unsupported.into())
     }
@@ -130,13 +131,13 @@ impl<F: FileSystem> Handler for Server<F> {
 /// What a user can choose about the device.
 #[derive(Clone)]
 pub struct Options {
-    /// The name by which the guest mounts the share, 1 to [`TAG_LEN`] bytes; `None` if the frontend has it.
+    /// The name by which the guest mounts the share, 1 to [`TAG_LEN`] bytes. `None` if the frontend has it.
     pub tag: Option<String>,
     /// 1 to [`MAX_REQUEST_QUEUES`]. The guest's driver takes no more than it has CPUs.
     pub request_queues: u16,
-    /// Accept another frontend when one is gone.
+    /// Accept another frontend after one is gone.
     pub keep_alive: bool,
-    /// Longest that a worker polls its empty queue before it sleeps; 0: not at all.
+    /// The longest that a worker polls its empty queue before it sleeps. 0: it does not poll.
     pub poll: Duration,
     /// For I/O that takes long.
     pub urings: Arc<Urings>,
@@ -172,7 +173,7 @@ pub enum Error {
     Connection(String),
 }
 
-/// Serves the frontend that connects to `listener` until it disconnects, which is no error; with `keep_alive`, one
+/// Serves the frontend that connects to `listener` until it disconnects, which is no error. With `keep_alive`, serves one frontend
 /// after the other, for ever.
 pub fn serve<H: Handler>(listener: UnixListener, handler: Arc<H>, options: Options) -> Result<(), Error> {
     options.check()?;
@@ -209,11 +210,11 @@ struct Device<H> {
     workers: Workers<H>,
     config: ConfigSpace,
     has_tag: bool,
-    /// By queue, high priority first; set when its worker first sees the ring.
+    /// By queue, the high priority queue first. Each is set when its worker first sees the ring.
     rings: Arc<[OnceLock<Vring>]>,
     /// Readable once the connection is over. All workers poll it.
     exit: EventFd,
-    /// The channel for requests to the frontend. The frontend takes its closing for a failure.
+    /// The channel for requests to the frontend, which takes a closed channel for a failure.
     channel: Mutex<Option<Backend>>,
     transfer: Transfer,
     window: Option<Arc<Window>>,
@@ -250,7 +251,7 @@ impl<H: Handler> Device<H> {
         let mem = self.workers.mem.clone();
         let mut daemon =
             VhostUserDaemon::new("thruway-vhost".into(), self.clone(), mem).map_err(|e| Error::Setup(e.to_string()))?;
-        // vhost-user-backend has an exit event of its own, but never closes it.
+        // vhost-user-backend's own exit event is never closed.
         for (queue, worker) in daemon.get_epoll_handlers().iter().enumerate() {
             let mut events = vec![(self.exit.as_raw_fd(), self.exit_token())];
             events.extend(self.workers.urings.of(queue).map(|uring| (uring.lock().event(), self.uring_token())));
@@ -267,7 +268,7 @@ impl<H: Handler> Device<H> {
         end
     }
 
-    /// Ends the workers and makes replies to come go nowhere.
+    /// Ends the workers and drops late replies.
     fn close(&self) {
         self.workers.closing.store(true, Ordering::Relaxed);
         let _ = self.exit.write(1);
@@ -285,18 +286,18 @@ impl<H: Handler> Device<H> {
         }
     }
 
-    /// The event number of `exit`: those up to the number of queues are taken.
+    /// The event number of `exit`. The numbers up to that of queues are taken.
     fn exit_token(&self) -> u16 {
         self.rings.len() as u16 + 1
     }
 
-    /// The event number of a worker's [`Urings`].
+    /// The event number of a worker's io_uring.
     fn uring_token(&self) -> u16 {
         self.exit_token() + 1
     }
 }
 
-/// A frontend may leave at any time, even in the middle of a message if it crashes.
+/// A frontend that leaves is no error. If it crashes, it leaves in the middle of a message.
 fn connection_end(end: Result<(), BackendError>) -> Result<(), Error> {
     match end {
         Err(BackendError::HandleRequest(VhostError::Disconnected | VhostError::PartialMessage)) => Ok(()),
@@ -335,7 +336,7 @@ impl<H: Handler> VhostUserBackend for Device<H> {
             | Protocol::RESET_DEVICE
             | Protocol::LOG_SHMFD
             | Protocol::DEVICE_STATE;
-        // QEMU's vhost-user-fs-pci has the tag itself and warns of a backend that offers one.
+        // QEMU's vhost-user-fs-pci has the tag itself, and warns of a backend that offers one.
         features.set(Protocol::CONFIG, self.has_tag);
         features.set(Protocol::SHMEM, self.window.is_some());
         features
@@ -386,7 +387,7 @@ impl<H: Handler> VhostUserBackend for Device<H> {
             VhostTransferStateDirection::SAVE => {
                 let waiting = self.workers.service.waiting.load(Ordering::Acquire) > 0;
                 if waiting || self.rings.iter().filter_map(OnceLock::get).any(|ring| ring.0.owes()) {
-                    return Err(state::refuse("a process of the guest waits for a lock, which cannot move"));
+                    return Err(state::refuse("a process of the guest waits for a lock, and the wait cannot move"));
                 }
                 self.transfer.save(file, move || handler.save())?
             }
@@ -405,7 +406,7 @@ impl<H: Handler> VhostUserBackend for Device<H> {
 
     fn handle_event(&self, event: u16, _events: EventSet, vrings: &[Vring], thread: usize) -> io::Result<()> {
         if event == self.exit_token() {
-            // An error is how a worker thread ends.
+            // An error ends the worker thread.
             return Err(io::ErrorKind::ConnectionAborted.into());
         }
         if event == self.uring_token()

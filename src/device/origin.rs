@@ -1,4 +1,4 @@
-//! Where a request came from: takes what its queue's worker does not do itself, and knows the way back for a late reply.
+//! Where a request came from. Takes the work that the queue's worker does not do itself, and the late reply's way back.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -40,7 +40,7 @@ pub struct Origin<'a, H> {
 
 impl<H: Handler> Origin<'_, H> {
     /// Serves the request, or refuses it with this `fault`. Returns the length of the reply in bytes; `None` if it comes later.
-    pub fn serve(&mut self, loaded: &mut Loaded, fault: std::result::Result<(), i32>) -> Option<usize> {
+    pub fn serve(&mut self, loaded: &mut Loaded, fault: Result<()>) -> Option<usize> {
         let service = self.service;
         let len = match fault {
             Ok(()) => service.handler.handle(loaded.work, self),
@@ -52,7 +52,7 @@ impl<H: Handler> Origin<'_, H> {
     /// Runs what waits for the host's file system alone.
     fn work(&self, job: pool::Job) {
         // If there can be no thread at all, the worker waits.
-        if let Err(job) = self.service.pools.work.run(job) {
+        if let Err(job) = self.service.pools.host.run(job) {
             job();
         }
     }

@@ -1,17 +1,18 @@
-//! How long a worker looks at its empty ring before it sleeps: a wake-up costs both sides more than most requests do.
+//! How long a worker polls its empty ring before it sleeps. A wake-up costs both sides more than most requests do.
 
 use std::time::{Duration, Instant};
 
 /// Shortest time worth polling for: about what it costs to go to sleep and be woken.
 const SHORTEST: Duration = Duration::from_micros(4);
 
-/// Pauses between two looks at the ring: some 0.5 µs, which is little beside a request, and leaves the ring's cache line to the driver.
+/// Pauses between two looks at the ring: about 0.5 µs. That is short beside a request, and leaves the ring's cache line to the driver.
 const PAUSES: u32 = 16;
 
-/// Looks at the ring between two offers of the CPU to others: some 2 µs.
+/// Looks at the ring between two offers of the CPU to other threads: about 2 µs.
 const LOOKS: u32 = 4;
 
-/// An offer that took longer than this was taken: two switches of threads and some work, where one that nobody wants takes 1 µs.
+/// If an offer takes longer than this, another thread has run: two switches of threads and some work. An offer that nobody takes
+/// costs 1 µs.
 const TAKEN: Duration = Duration::from_micros(5);
 
 /// Offers the CPU to other threads. True if one took it.
@@ -25,21 +26,21 @@ fn was_taken(took: Duration) -> bool {
     took > TAKEN
 }
 
-/// The state of one worker. The time adapts as KVM's halt polling does (virt/kvm/kvm_main.c): requests that come
-/// soon after the worker has gone to sleep lengthen it, long silence shortens it.
+/// One worker's polling. The time adapts to the load, as in KVM's halt polling (virt/kvm/kvm_main.c): it grows when a request comes
+/// soon after the worker has gone to sleep, and shrinks after a long silence.
 #[derive(Default)]
 pub struct Poll {
-    /// How long it polls now.
+    /// How long it polls at present.
     time: Duration,
     /// When the ring was seen empty.
     since: Option<Instant>,
     looks: u32,
-    /// Others want the CPU.
+    /// Other threads want the CPU.
     wanted: bool,
 }
 
 impl Poll {
-    /// The worker was woken. `longest`: bound of the time.
+    /// The worker was woken. `longest`: the bound of the time.
     pub fn wake(&mut self, longest: Duration) {
         self.wanted = false;
         if let Some(idle) = self.since.take().map(|since| since.elapsed()) {
@@ -52,12 +53,12 @@ impl Poll {
         }
     }
 
-    /// Whether the ring was empty for long enough.
+    /// Whether it has polled long enough.
     pub fn is_over(&self) -> bool {
         self.wanted || self.time.is_zero() || self.since.is_some_and(|since| since.elapsed() >= self.time)
     }
 
-    /// There was nothing: other threads may have the CPU.
+    /// The ring was empty. Waits a moment, and now and then offers the CPU to other threads.
     pub fn pause(&mut self) {
         self.since.get_or_insert_with(Instant::now);
         self.looks += 1;
@@ -70,13 +71,13 @@ impl Poll {
         }
     }
 
-    /// Where others want the CPU, they get it; and it is polled less the next time.
+    /// Leaves the CPU to other threads, and polls less the next time.
     fn give_way(&mut self) {
         self.time /= 2;
         self.wanted = true;
     }
 
-    /// There was something.
+    /// The ring was not empty.
     pub fn found(&mut self) {
         self.since = None;
     }
@@ -114,7 +115,7 @@ mod tests {
         poll.rest();
         poll.wake(longest);
         assert!(!poll.is_over() && poll.time == longest);
-        // Whatever comes now comes too late.
+        // From now on, every request comes too late.
         (0..40).for_each(|_| {
             poll.rest();
             poll.wake(Duration::ZERO);

@@ -1,4 +1,4 @@
-//! Threads for what waits, kept for a while: to make one costs more than most of what they do.
+//! Threads for requests that wait. They are kept for a while, because starting one costs more than most of their work.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -9,28 +9,28 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::limits;
 
-/// Stack of a thread in bytes: what waits is a system call with its arguments on the heap. Only what is used of it is there.
+/// Stack of a thread in bytes. A job is a system call with its arguments on the heap. Only pages in use take memory.
 const STACK: usize = 256 << 10;
 
-/// How long a thread stays that has nothing to do: a burst of syncs finds it, an idle daemon has none.
+/// How long an idle thread stays. A burst of syncs finds it; an idle daemon has none.
 const STAY: Duration = Duration::from_secs(5);
 
 pub type Job = Box<dyn FnOnce() + Send>;
 
-/// The threads for each kind of wait: none takes them from another.
+/// Separate threads for each kind of wait, so that one kind cannot take the threads of another.
 pub struct Pools {
-    /// For the host's file system alone.
-    pub work: Arc<Pool>,
-    /// For other processes or the frontend, some time.
+    /// For [`Wait::Host`](crate::fuse::ops::Wait).
+    pub host: Arc<Pool>,
+    /// For `Wait::Others`.
     pub others: Arc<Pool>,
-    /// For a lock, perhaps for ever.
+    /// For `Wait::Lock`.
     pub locks: Arc<Pool>,
 }
 
 impl Default for Pools {
     fn default() -> Self {
         Self {
-            work: Pool::new(limits::WORK_THREADS, true),
+            host: Pool::new(limits::WORK_THREADS, true),
             others: Pool::new(limits::OTHERS_THREADS, true),
             locks: Pool::new(limits::LOCK_THREADS, false),
         }
@@ -39,7 +39,7 @@ impl Default for Pools {
 
 pub struct Pool {
     most: usize,
-    /// Jobs may wait for a thread.
+    /// Whether jobs may wait for a thread.
     queues: bool,
     state: Mutex<State>,
     come: Condvar,
@@ -48,7 +48,7 @@ pub struct Pool {
 #[derive(Default)]
 struct State {
     jobs: VecDeque<Job>,
-    /// Threads that wait for a job, those that are called to one included.
+    /// Threads that wait for a job, including those that were just woken for one.
     idle: usize,
     threads: usize,
 }
@@ -89,7 +89,7 @@ impl Pool {
         }
     }
 
-    /// The next job of a thread that counts as idle; it does not any more. None: the thread is to end.
+    /// The next job of an idle thread, which is not idle any more. `None`: the thread must end.
     fn next(&self) -> Option<Job> {
         let mut state = self.state.lock();
         if state.jobs.is_empty() {
@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn what_may_not_wait_for_a_thread_comes_back() {
+    fn a_job_that_may_not_queue_comes_back() {
         let pool = Pool::new(3, false);
         let (go, wait) = channel::<()>();
         let wait = Arc::new(Mutex::new(wait));

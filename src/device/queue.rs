@@ -14,8 +14,8 @@ use super::scratch::Scratch;
 use super::uring::Urings;
 use super::{GuestMemory, Handler, LoadedMemory};
 
-/// How long FORGETs may gather, so that hundreds of them cost one wake-up of the worker, and of the guest's CPU. The time after
-/// which Linux tries again when the queue was full (fs/fuse/virtio_fs.c).
+/// How long FORGETs may gather, so that hundreds of them cost one wake-up of the worker and of the guest's CPU. Linux tries again
+/// after this time when the queue was full (fs/fuse/virtio_fs.c).
 const GATHER: Duration = Duration::from_millis(1);
 
 /// What the workers of one connection share.
@@ -32,7 +32,7 @@ pub struct Workers<H> {
 }
 
 impl<H: Handler> Workers<H> {
-    /// Serves the ring until it is empty. `index` is the queue's, 0 for the high priority queue.
+    /// Serves the ring until it is empty. `index`: the queue's number, 0 for the high priority queue.
     pub fn drain(&self, ring: &Arc<Ring>, index: usize) {
         let mut worker = ring.worker();
         let scratch = worker.get_or_insert_with(|| {
@@ -40,7 +40,7 @@ impl<H: Handler> Workers<H> {
             Box::new(Scratch::new(self.urings.of(index).cloned()))
         });
         if index == 0 {
-            // Not polled: nobody waits for what comes here.
+            // Nobody waits for the requests of this queue, so it is not polled.
             std::thread::sleep(GATHER);
         } else {
             scratch.poll.wake(self.poll);

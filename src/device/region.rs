@@ -1,8 +1,8 @@
-//! What is kept beside each memory region: the frontend's log of the pages that the device writes (vhost-user,
-//! "Migration"), and whether it is a mapped file.
+//! What the device knows of each region of guest memory: the frontend's log of the pages that the device writes (vhost-user,
+//! "Migration"), and whether the region is a mapped file.
 //!
-//! vhost-user-backend has a type for this, but every access to guest memory through it takes a lock and counts a
-//! reference that all queues share. Here, as long as there is no log, an access reads one flag.
+//! vhost-user-backend has a type for the log, but each access to guest memory through it takes a lock and counts a reference that
+//! all queues share. Here an access reads one flag as long as there is no log.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,7 +17,7 @@ use vm_memory::{Address, GuestMemoryRegion, GuestRegionMmap, MmapRegion};
 /// Size in bytes of the pages that the log counts in (VHOST_LOG_PAGE, include/uapi/linux/vhost_types.h).
 const PAGE: usize = 4096;
 
-/// A memory region's part of the log, if the frontend has given one.
+/// The state of one memory region. vm-memory keeps it where a region has its dirty bitmap.
 #[derive(Clone, Debug, Default)]
 pub struct RegionState(Arc<State>);
 
@@ -31,13 +31,13 @@ struct State {
 /// f_type of a FUSE mount (FUSE_SUPER_MAGIC of include/uapi/linux/magic.h).
 const FUSE: i64 = 0x6573_5546;
 
-/// Whether the region is a file that the window has mapped. Beyond that file's end its pages cannot be touched, only named to
-/// the kernel: so it may hold data of a READ or WRITE, but no ring and no message.
+/// Whether the region is a file that the window has mapped. Pages beyond the end of such a file cannot be touched, only passed to
+/// the kernel. The region may hold the data of a READ or WRITE, but no ring and no message.
 pub fn is_mapped_file(region: &GuestRegionMmap<RegionState>) -> bool {
     // The region's own bitmap() gives a slice.
     let mapping: &MmapRegion<RegionState> = region;
     *mapping.bitmap().0.mapped_file.get_or_init(|| {
-        // The proxy's files have no answer for fstatfs(2).
+        // The proxy does not answer fstatfs(2).
         mapping.file_offset().is_some_and(|file| fstatfs(file.file()).map_or(true, |st| st.f_type == FUSE))
     })
 }
@@ -52,7 +52,7 @@ pub struct Pages {
 
 impl MemRegionBitmap for Pages {
     fn new<R: GuestMemoryRegion>(region: &R, log: Arc<MmapLogReg>) -> io::Result<Self> {
-        // Fails if the log is too short for the region, so that no index below can be out of bounds.
+        // Fails if the log is too short for the region. After it, no index into the log is out of bounds.
         AtomicBitmapMmap::new(region, log.clone())?;
         let first = region.start_addr().raw_value() as usize / PAGE;
         Ok(Self { log, first, count: region.len() as usize / PAGE })

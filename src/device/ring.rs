@@ -1,4 +1,4 @@
-//! A vring with what this device adds to it: replies that come late, and a stop that waits for the worker.
+//! A virtqueue as vhost-user-backend has it, and what this device adds: late replies, and a stop that waits for the worker.
 
 use std::fmt;
 use std::fs::File;
@@ -22,30 +22,30 @@ use crate::limits;
 #[derive(Clone)]
 pub struct Vring(pub Arc<Ring>);
 
-/// The state of a virtqueue. Locks are taken in the order `worker`, `late`, `vring`, `heads`.
+/// The state of a virtqueue. The order of its locks: `worker`, `late`, `vring`, `heads`.
 pub struct Ring {
     mem: GuestMemory,
     vring: VringMutex<GuestMemory>,
     /// Changed with `vring` locked.
     heads: Mutex<Heads>,
-    /// Held by the worker while it serves what it took from the ring; whoever stops the ring waits here.
+    /// Held by the worker while it serves what it took from the ring. A stop of the ring waits for it.
     worker: Mutex<Option<Box<Scratch>>>,
     late: Mutex<LateReplies>,
-    /// A notification was due when the frontend had given no call event.
+    /// The driver was not notified, because the frontend had given no call event.
     owed: AtomicBool,
-    /// Jobs of [`Busy`], and a way to wait for their end.
+    /// How many [`Busy`] there are. `idle` tells of the end of each.
     busy: Mutex<usize>,
     idle: Condvar,
-    /// Someone waits for the end of what was taken from the ring.
+    /// Somebody waits for the end of what was taken from the ring.
     stopping: AtomicBool,
 }
 
-/// The chains that the device has.
+/// The chains that the device has taken and not given back.
 #[derive(Default)]
 struct Heads {
     /// A bit for each head.
     taken: [u64; limits::CHAINS as usize / 64],
-    /// The driver broke the rules: nothing more is taken.
+    /// The driver broke the rules: no more chains are taken.
     ended: bool,
 }
 
@@ -61,7 +61,7 @@ impl fmt::Display for Breach {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         match self {
             Self::OutOfRange(head) => write!(f, "it offered chain {head}, which is beyond the descriptor table"),
-            Self::InFlight(head) => write!(f, "it offered chain {head}, which the device has"),
+            Self::InFlight(head) => write!(f, "it offered chain {head}, which it had not got back"),
             Self::Index => write!(f, "it offered more chains than the queue has room for"),
         }
     }
@@ -104,10 +104,11 @@ impl Ring {
         self.worker.lock()
     }
 
-    /// Gives `used` back to the driver, notifies it if it wants that, and takes up to [`BATCH`] chain heads.
-    /// Returns the descriptor table that the heads refer to.
+    /// Gives `used` back to the driver, notifies it if it wants that, and takes up to [`BATCH`] chain heads. Returns the descriptor
+    /// table of those chains.
     ///
-    /// If there is nothing to take and the worker is to `rest`, the driver will notify of the next chain. `index`: the queue's.
+    /// With `rest`, the worker is about to sleep: if there is nothing to take, the driver will notify of the next chain. `index`:
+    /// the queue's number, for the log.
     pub fn exchange(
         &self,
         index: usize,
@@ -126,14 +127,14 @@ impl Ring {
         {
             taken.ended = true;
             tracing::error!(
-                "the guest's driver broke VIRTIO's rules on queue {index}: {breach}: the queue rests until the guest resets \
-                 the device"
+                "the guest's driver broke VIRTIO's rules on queue {index}: {breach}. The queue stays unserved until the \
+                 guest resets the device"
             );
         }
         table(&state)
     }
 
-    /// Whether there are chains to be taken.
+    /// Whether there are chains to take.
     pub fn has_more(&self, mem: &Memory) -> bool {
         let state = self.vring.get_ref();
         let queue = state.get_queue();
@@ -170,7 +171,7 @@ impl Ring {
         }
     }
 
-    /// What a reply to the chain at `head` needs to find its way. To be called by the worker while it serves the chain.
+    /// What a late reply to the chain at `head` needs to find its way. Call it while the chain is served.
     pub fn promise(&self, head: u16, segments: &[Segment]) -> Promise {
         let segments = chain::first(segments, limits::LATE_REPLY_BYTES).to_vec();
         Promise { session: self.late.lock().session(), head, segments }
@@ -208,14 +209,13 @@ impl Ring {
         &self.stopping
     }
 
-    /// Says that another thread serves a request, and that the ring cannot be stopped until it has.
+    /// Keeps the ring from being stopped while another thread serves a request.
     pub fn occupy(self: &Arc<Self>) -> Busy {
         *self.busy.lock() += 1;
         Busy(self.clone())
     }
 
-    /// Waits until the worker, the kernel and other threads are done with what was taken from the ring, and keeps the
-    /// worker out.
+    /// Waits until the worker, the kernel and other threads are done with what was taken from the ring. Keeps the worker out.
     fn rest(&self) -> MutexGuard<'_, Option<Box<Scratch>>> {
         self.stopping.store(true, Ordering::Relaxed);
         let mut worker = self.worker.lock();
@@ -236,7 +236,7 @@ impl Ring {
         self.vring.get_ref().get_queue().ready()
     }
 
-    /// Whether there are replies that came when it was stopped.
+    /// Whether it holds replies that came while it was stopped.
     pub fn owes(&self) -> bool {
         self.late.lock().owes()
     }
@@ -250,7 +250,7 @@ impl Ring {
         };
         drop(self.rest());
         let mut late = self.late.lock();
-        // A queue that has ended does not go on.
+        // A queue whose driver broke the rules does not go on.
         if was_ready && !self.heads.lock().ended {
             late.stop(self.snapshot());
         }
@@ -267,10 +267,10 @@ impl Ring {
         self.deliver(&mut late);
     }
 
-    /// Another session has begun: of the one before, nothing goes back to the driver.
+    /// Another session has begun: nothing of the one before goes back to the driver.
     fn forget(&self, worker: &mut Option<Box<Scratch>>) {
         if let Some(scratch) = worker {
-            // There is something where the ring's memory was gone.
+            // Chains remain here if the ring's memory was gone.
             scratch.finish().clear();
         }
         *self.heads.lock() = Heads::default();
@@ -280,7 +280,7 @@ impl Ring {
         QueueState { ready: false, ..self.vring.get_ref().get_queue().state() }
     }
 
-    /// Forgets the session: the ring rests until it is set up again, and replies under way are dropped.
+    /// Forgets the session: the ring is not served until it is set up again, and late replies are dropped.
     pub fn reset(&self) {
         self.vring.set_queue_ready(false);
         let mut worker = self.rest();
@@ -293,7 +293,7 @@ impl Ring {
     }
 }
 
-/// A request that another thread serves while the ring cannot be stopped.
+/// A request that another thread serves. The ring cannot be stopped meanwhile.
 pub struct Busy(Arc<Ring>);
 
 impl Busy {
@@ -308,18 +308,18 @@ impl Busy {
 
     /// Gives the chain back.
     pub fn give_back(self, mem: &Memory, used: Used) {
-        // The session is the one in which it was taken: it does not end while the ring is busy. The lock keeps those out who
-        // disable the ring.
+        // The session has not changed since the chain was taken: it cannot end while the ring is busy. The lock keeps out those
+        // who disable the ring.
         let _late = self.0.late.lock();
         self.0.publish(&mut self.0.vring.get_mut(), mem, &mut vec![used]);
     }
 
-    /// Delivers its reply.
+    /// Delivers the reply.
     pub fn complete(self, promise: Promise, reply: Vec<u8>) {
         let ring = &self.0;
         let mut late = ring.late.lock();
         if late.keep(promise.session, (promise, reply)) {
-            // Even while it is being stopped: the worker's batch is delivered then too.
+            // Even while the ring is being stopped, as the worker's batch is.
             ring.give_back(&mut ring.vring.get_mut(), &mut late);
         }
     }
@@ -333,7 +333,7 @@ impl Drop for Busy {
 }
 
 fn set_nonblocking(file: &File) {
-    // Should it fail, the frontend gave something that is no event, and gets what comes of it.
+    // It fails if the frontend gave something that is no event. Then the frontend bears the consequences.
     let _ = fcntl_setfl(file, OFlags::NONBLOCK);
 }
 
@@ -342,11 +342,11 @@ fn live(state: &VringState<GuestMemory>) -> bool {
     state.is_enabled() && state.get_queue().ready()
 }
 
-/// Whether the ring may be touched: a guest could have put it into a file that it has mapped.
+/// Whether the ring may be touched. A guest could have put it into a file that it has mapped.
 fn is_near(state: &VringState<GuestMemory>, mem: &Memory) -> bool {
     let queue = state.get_queue();
     let size = usize::from(queue.size());
-    // VIRTIO 1.3, section 2.7: with the event that ends each ring.
+    // VIRTIO 1.3, section 2.7. The sizes include the event field at the end of each ring.
     [(queue.desc_table(), 16 * size), (queue.avail_ring(), 6 + 2 * size), (queue.used_ring(), 6 + 8 * size)]
         .into_iter()
         .all(|(addr, len)| chain::is_near(mem, GuestAddress(addr), len))
@@ -357,7 +357,7 @@ fn table(state: &VringState<GuestMemory>) -> Table {
     Table { addr: GuestAddress(queue.desc_table()), len: queue.size() }
 }
 
-/// Takes chains, as far as the driver keeps to the rules.
+/// Takes chains until the driver breaks the rules.
 fn take(queue: &mut Queue, mem: &Memory, taken: &mut Heads, heads: &mut Vec<u16>, rest: bool) -> Result<(), Breach> {
     let size = queue.size();
     let mut look = || -> Result<Result<(), Breach>, QueueError> {
@@ -369,7 +369,7 @@ fn take(queue: &mut Queue, mem: &Memory, taken: &mut Heads, heads: &mut Vec<u16>
                 }
                 heads.push(chain.head_index());
             }
-            // The second look is for a chain that came before the driver saw that notifications are wanted.
+            // Looks again: a chain may have come before the driver saw that notifications are wanted.
             if !heads.is_empty() || !rest || !queue.enable_notification(mem)? {
                 return Ok(Ok(()));
             }
@@ -377,7 +377,7 @@ fn take(queue: &mut Queue, mem: &Memory, taken: &mut Heads, heads: &mut Vec<u16>
     };
     match look() {
         Err(QueueError::InvalidAvailRingIndex) => Err(Breach::Index),
-        // Of other errors there is no one to tell: a ring whose memory is gone rests until the next kick.
+        // The ring's memory is gone. Nobody can be told; the next kick tries again.
         Err(_) => Ok(()),
         Ok(taken) => taken,
     }
@@ -439,7 +439,7 @@ impl VringT<GuestMemory> for Vring {
         if enabled {
             self.0.deliver(&mut self.0.late.lock());
         } else {
-            // The frontend may go on when neither the worker nor a late reply is in the ring.
+            // Returns when neither the worker nor a late reply touches the ring: the frontend goes on then.
             drop(self.0.rest());
             drop(self.0.late.lock());
         }
@@ -478,7 +478,7 @@ impl VringT<GuestMemory> for Vring {
     }
 
     fn set_kick(&self, file: Option<File>) {
-        // A worker that is late to read an event which another one has replaced must not block on it.
+        // Another event may have replaced this one by the time the worker reads it, and the worker must not block.
         file.iter().for_each(set_nonblocking);
         self.0.vring.set_kick(file)
     }

@@ -1,4 +1,4 @@
-//! What the frontend maps for the device (vhost-user, VHOST_USER_BACKEND_SHMEM_MAP).
+//! The window's requests to the frontend to map files for the guest (vhost-user, VHOST_USER_BACKEND_SHMEM_MAP).
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -14,7 +14,7 @@ use super::region::RegionState;
 use super::ring::Vring;
 use crate::window::Frontend;
 
-/// The channel for requests to the frontend, and the rings that tell whether it has started the device.
+/// The channel for requests to the frontend. The rings tell whether the frontend has started the device.
 pub struct Channel {
     pub backend: Backend,
     pub rings: Arc<[OnceLock<Vring>]>,

@@ -7,28 +7,28 @@ use std::thread::{Builder, JoinHandle};
 
 use parking_lot::Mutex;
 
-/// Longest state that is taken in bytes: that of some 40 million inodes with paths of 70 bytes.
+/// Longest state that is accepted, in bytes: enough for 40 million inodes with paths of 70 bytes.
 const MAX_STATE: u64 = 4 << 30;
 
-/// The transfer of one connection, on a thread of its own.
+/// A connection's transfer, which runs on a thread of its own.
 #[derive(Default)]
 pub struct Transfer {
     thread: Mutex<Option<JoinHandle<io::Result<()>>>>,
-    /// The connection is over. Locked while a session is entered.
+    /// The connection is over. Locked while a session is loaded.
     cancelled: Arc<Mutex<bool>>,
 }
 
-/// Refuses a transfer, and logs why: the frontend is not told.
+/// Refuses a transfer, and logs why: the frontend only learns that it failed.
 pub fn refuse(why: &str) -> io::Error {
     tracing::error!("no migration: {why}");
     io::Error::other(why.to_owned())
 }
 
 impl Transfer {
-    /// Writes to `file` what `save` gives.
+    /// Writes the result of `save` to `file`.
     ///
     /// # Errors
-    /// If another transfer is under way, or there can be no thread.
+    /// If another transfer is under way, or no thread can be started.
     pub fn save(&self, mut file: File, save: impl FnOnce() -> io::Result<Vec<u8>> + Send + 'static) -> io::Result<()> {
         self.start("save", move || {
             let state = save()?;
@@ -38,7 +38,7 @@ impl Transfer {
         })
     }
 
-    /// Reads `file` to its end and gives that to `load`.
+    /// Reads `file` to its end and passes the bytes to `load`.
     ///
     /// # Errors
     /// As [`save`](Self::save).
@@ -46,7 +46,7 @@ impl Transfer {
         let cancelled = self.cancelled.clone();
         self.start("load", move || {
             let mut state = Vec::new();
-            // One more, so that a longer state is not taken for a whole one.
+            // One more byte, to notice a state that is too long.
             file.take(MAX_STATE + 1).read_to_end(&mut state)?;
             if state.len() as u64 > MAX_STATE {
                 return Err(io::Error::other("the state is too long"));
@@ -71,16 +71,16 @@ impl Transfer {
         Ok(())
     }
 
-    /// Waits for the end of the transfer, and says how it went.
+    /// Waits for the end of the transfer.
     ///
     /// # Errors
-    /// What failed, or that there was none.
+    /// If the transfer failed, or there was none.
     pub fn finish(&self) -> io::Result<()> {
         let thread = self.thread.lock().take().ok_or_else(|| refuse("none was started"))?;
         thread.join().unwrap_or_else(|_| Err(io::Error::other("the transfer panicked")))
     }
 
-    /// Keeps a state that is still to come from being entered; waits for one that is entered just now.
+    /// Keeps a state that comes later from being loaded. Waits if one is being loaded now.
     pub fn cancel(&self) {
         *self.cancelled.lock() = true;
     }
@@ -101,7 +101,7 @@ mod tests {
     fn a_state_goes_through_pipes() {
         let (from, to) = pipe().unwrap();
         let (source, target) = (Transfer::default(), Transfer::default());
-        // More than a pipe holds.
+        // Longer than a pipe's buffer.
         let state = vec![7; 1 << 20];
         let copy = state.clone();
         source.save(file(to), move || Ok(copy)).unwrap();
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_are_told_when_asked_for() {
+    fn errors_are_reported_when_asked_for() {
         let (mut from, to) = pipe().unwrap();
         let source = Transfer::default();
         source.save(file(to), || Err(io::ErrorKind::NotFound.into())).unwrap();
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_entered_when_the_connection_is_over() {
+    fn nothing_is_loaded_after_the_connection() {
         let (from, to) = pipe().unwrap();
         let target = Transfer::default();
         target.load(file(from), |_| Ok(())).unwrap();

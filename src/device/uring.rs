@@ -1,5 +1,5 @@
-//! I/O that takes long: io_uring does it for the worker of a queue, which learns of its end in its own loop. All of the
-//! device's `unsafe` but descriptor chains.
+//! I/O that takes long. io_uring does it for the worker of a queue, which learns of its end in its own loop. All of the device's
+//! `unsafe` is here and in `chain`.
 
 use std::collections::HashMap;
 use std::io;
@@ -19,31 +19,31 @@ use crate::fuse::Io;
 use crate::fuse::buf::IOV_MAX;
 use crate::limits::URING_REQUESTS;
 
-/// Entries of a ring's submission queue. Each is submitted at once, so one would do; the completion queue has twice as many,
-/// and so room for all that is under way.
+/// Entries of the submission queue. The completion queue has twice as many, which is room for all that is under way. Each entry is
+/// submitted at once, so one would do.
 const ENTRIES: u32 = URING_REQUESTS as u32 / 2;
 
-/// The rings: one for each request queue, as far as there are CPUs to keep them busy.
+/// An io_uring for each request queue, but no more than there are CPUs.
 pub struct Urings(Vec<Arc<Mutex<Uring>>>);
 
 impl Urings {
-    /// Makes up to `queues` rings. Where there is no io_uring, there are none: that is said, once.
+    /// Makes up to `queues` io_urings. If the host has no io_uring, logs that and makes none.
     pub fn new(queues: u16) -> Self {
         let cpus = std::thread::available_parallelism().map_or(1, |n| n.get());
-        let ring = |_| Uring::new().map(|ring| Arc::new(Mutex::new(ring)));
-        let made = (0..usize::from(queues).min(cpus)).map(ring).collect::<io::Result<_>>();
+        let uring = |_| Uring::new().map(|uring| Arc::new(Mutex::new(uring)));
+        let made = (0..usize::from(queues).min(cpus)).map(uring).collect::<io::Result<_>>();
         Self(made.unwrap_or_else(|e| {
-            tracing::info!("no io_uring here ({e}): reads that wait for a disk take threads");
+            tracing::info!("the host has no io_uring ({e}): reads that wait for a disk use threads");
             Vec::new()
         }))
     }
 
-    /// None: reads that wait take threads.
+    /// No io_uring: reads that wait use threads.
     pub fn none() -> Self {
         Self(Vec::new())
     }
 
-    /// The ring of a queue (0 is the high priority queue, which has none).
+    /// The io_uring of a queue. Queue 0, the high priority queue, has none.
     pub fn of(&self, queue: usize) -> Option<&Arc<Mutex<Uring>>> {
         self.0.get(queue.checked_sub(1)?)
     }
@@ -57,7 +57,7 @@ pub struct Uring {
     next: u64,
 }
 
-/// What must stay as it is until the kernel is done.
+/// Must not change until the kernel is done.
 struct UnderWay {
     head: u16,
     segments: Vec<Segment>,
@@ -71,7 +71,7 @@ struct UnderWay {
 unsafe impl Send for UnderWay {}
 
 impl Uring {
-    /// A ring that does nothing but read and write what is open, whoever gets hold of its descriptor.
+    /// An io_uring that can only read and write open files, whoever gets hold of its descriptor.
     fn new() -> io::Result<Self> {
         let ring: IoUring = IoUring::builder().setup_r_disabled().build(ENTRIES)?;
         let done = EventFd::new(EFD_NONBLOCK)?;
@@ -91,12 +91,12 @@ impl Uring {
         self.done.as_raw_fd()
     }
 
-    /// Takes note of the event.
+    /// Clears the event.
     pub fn seen(&self) {
         let _ = self.done.read();
     }
 
-    /// Begins I/O with `data`, the part of a chain's slices that is for it. False if it cannot be begun, or enough is under way.
+    /// Begins I/O with `data`, which is part of a chain's slices. False if it cannot begin, or enough is under way.
     pub fn begin(&mut self, io: Io, data: &[iovec], head: u16, segments: &[Segment], mem: LoadedMemory) -> bool {
         if data.is_empty() || data.len() > IOV_MAX || self.under_way.len() >= URING_REQUESTS {
             return false;
@@ -107,22 +107,22 @@ impl Uring {
             true => opcode::Writev::new(fd, base, count).offset(io.offset).build(),
             false => opcode::Readv::new(fd, base, count).offset(io.offset).build(),
         };
-        // At once on a thread of the kernel's: this one would be busy if the data is in memory.
+        // Copying data that is in memory would keep this thread busy: the kernel uses a thread of its own.
         let entry = if io.long { entry.flags(Flags::ASYNC) } else { entry };
-        // SAFETY: the descriptor, the iovecs and the memory that they name live in `under_way` until the completion was
-        // seen; `drop` waits for all of them.
+        // SAFETY: the descriptor, the iovecs and the memory under them live in `under_way` until the completion was seen. `drop` waits
+        // for all of them.
         let pushed = unsafe { self.ring.submission().push(&entry.user_data(self.next)) };
         if pushed.is_err() {
             return false;
         }
         self.under_way.insert(self.next, UnderWay { head, segments: segments.to_vec(), _iovecs: iovecs, io, mem });
         self.next += 1;
-        // What could not be submitted now is by the next call, at the latest by `finish`.
+        // If this fails, a later call submits it, at the latest the one in `finish`.
         let _ = self.ring.submit();
         true
     }
 
-    /// Puts what is done into `used`.
+    /// Adds the chains that are done to `used`.
     pub fn reap(&mut self, used: &mut Vec<Used>) {
         for entry in self.ring.completion() {
             let Some(done) = self.under_way.remove(&entry.user_data()) else { continue };
@@ -130,10 +130,10 @@ impl Uring {
         }
     }
 
-    /// Waits for all.
+    /// Waits for all I/O under way.
     pub fn finish(&mut self, used: &mut Vec<Used>) {
         while !self.under_way.is_empty() {
-            // An interrupted wait is tried again; no other error can come of a ring that works.
+            // An interrupted wait is repeated. A working io_uring gives no other error.
             let _ = self.ring.submit_and_wait(1);
             self.reap(used);
         }
@@ -147,7 +147,7 @@ impl Drop for Uring {
 }
 
 impl UnderWay {
-    /// Writes the reply but for the data. `result`: bytes, or a negative errno.
+    /// Writes the reply without the data, which is there. `result`: bytes, or a negative errno.
     fn answer(self, result: i32) -> Used {
         let (head, len) = self.io.reply(result);
         let written = chain::write(&self.mem, &self.segments, &head);

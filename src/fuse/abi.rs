@@ -4,9 +4,9 @@
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 pub const KERNEL_VERSION: u32 = 7;
-/// The newest minor version known here.
+/// The newest minor version that is supported.
 pub const KERNEL_MINOR_VERSION: u32 = 45;
-/// The oldest minor version served: 7.27 is the first whose structures all have today's sizes.
+/// The oldest minor version that is supported: 7.27 is the first whose structures all have today's sizes.
 pub const MIN_MINOR_VERSION: u32 = 27;
 /// The nodeid of the shared directory.
 pub const ROOT_ID: u64 = 1;
@@ -28,7 +28,7 @@ macro_rules! opcodes {
         pub enum Opcode { $($name = $value,)* }
 
         impl Opcode {
-            /// No opcode is this or above.
+            /// All opcodes are below this number.
             pub const COUNT: usize = { let last = [$($value),*]; last[last.len() - 1] + 1 };
 
             /// The opcode with this number, if there is one.
@@ -144,7 +144,7 @@ bitflags::bitflags! {
         const KILL_SUIDGID = 1 << 11;
     }
 
-    /// What OPEN tells the guest of the new handle (FOPEN_*).
+    /// What the reply to OPEN says about the new handle (FOPEN_*).
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
     pub struct OpenFlags: u32 {
         const DIRECT_IO = 1 << 0;
@@ -160,7 +160,7 @@ bitflags::bitflags! {
 pub const GETATTR_FH: u32 = 1 << 0;
 /// OPEN, CREATE: clear the set-id bits, for O_TRUNC by a caller without CAP_FSETID.
 pub const OPEN_KILL_SUIDGID: u32 = 1 << 0;
-/// WRITE: written back from the page cache, by no caller in particular.
+/// WRITE: written back from the page cache, not by a particular process.
 pub const WRITE_CACHE: u32 = 1 << 0;
 /// WRITE: clear the set-id bits.
 pub const WRITE_KILL_SUIDGID: u32 = 1 << 2;
@@ -172,13 +172,13 @@ pub const FSYNC_FDATASYNC: u32 = 1 << 0;
 pub const RELEASE_FLOCK_UNLOCK: u32 = 1 << 1;
 /// SETLK: an flock(2) lock.
 pub const LK_FLOCK: u32 = 1 << 0;
-/// Notification, in the place of a reply's error: forget pages of a node.
+/// Notification code, in place of a reply's error: forget cached pages of a node.
 pub const NOTIFY_INVAL_INODE: i32 = 2;
 /// Attribute flag: the directory is a mount point.
 pub const ATTR_SUBMOUNT: u32 = 1 << 0;
-/// Attribute flag: the guest is to use the DAX window for the file, if it was mounted with dax=inode.
+/// Attribute flag: a guest that mounted with dax=inode uses the DAX window for the file.
 pub const ATTR_DAX: u32 = 1 << 1;
-/// SETUPMAPPING: the guest is to write too.
+/// SETUPMAPPING: the guest may write too.
 pub const SETUPMAPPING_WRITE: u64 = 1 << 0;
 /// SETUPMAPPING: for window passthrough (docs/protocol.md). Not Linux's.
 pub const SETUPMAPPING_PASSTHROUGH: u64 = 1 << 62;
@@ -365,7 +365,7 @@ wire! {
         backing_id: i32,
     }
 
-    /// The reply to CREATE and TMPFILE.
+    /// The reply to CREATE and TMPFILE: struct fuse_entry_out and struct fuse_open_out.
     struct CreateOut {
         entry: EntryOut,
         open: OpenOut,
@@ -397,7 +397,7 @@ wire! {
         size: u32,
         write_flags: u32,
         lock_owner: u64,
-        /// The file's flags in the guest, as they are now.
+        /// The file's present flags in the guest.
         flags: u32,
         padding: u32,
     }
@@ -449,7 +449,7 @@ wire! {
         mask: u32,
         padding: u32,
     }
-    /// Without `flags2`: what 7.27 to 7.35 send.
+    /// Sent by 7.27 to 7.35, which have no `flags2`.
     struct InitInCompat {
         major: u32,
         minor: u32,
@@ -519,7 +519,7 @@ wire! {
         bytes_copied: u64,
     }
     struct SetupmappingIn {
-        /// Linux sends -1: the nodeid tells the file.
+        /// Linux sends -1: the nodeid names the file.
         fh: u64,
         /// Bytes, in the file.
         foffset: u64,
@@ -537,7 +537,7 @@ wire! {
     }
     struct Dirent {
         ino: u64,
-        /// The position behind this entry.
+        /// The position after this entry.
         off: u64,
         namelen: u32,
         kind: u32,

@@ -1,22 +1,22 @@
 //! Guest memory as lists of slices, in the shape that preadv2(2) and pwritev2(2) take.
 //!
-//! The guest may change this memory at any time: every value is copied out once and then checked.
+//! The guest may change this memory at any time, so every value is copied out once and then checked.
 
 use std::ops::Range;
 
-/// Most slices that one preadv2/pwritev2 takes (UIO_MAXIOV, include/uapi/linux/uio.h).
+/// Most slices that one preadv2(2) or pwritev2(2) takes (UIO_MAXIOV, include/uapi/linux/uio.h).
 pub const IOV_MAX: usize = 1024;
 
-/// The slices of one direction of a descriptor chain. Kept by its worker and filled anew for each request.
+/// The slices of one direction of a descriptor chain. A worker keeps the list and fills it anew for each request.
 #[derive(Default)]
 pub struct IoVecs {
     vecs: Vec<libc::iovec>,
     len: usize,
-    /// The first so many bytes may be touched; from there on, only system calls may.
+    /// The daemon may touch this many bytes at the start. Only system calls may touch the rest.
     near: usize,
 }
 
-// SAFETY: the pointers are only dereferenced under the promise made to `push`, which holds on any thread.
+// SAFETY: the pointers are only dereferenced under the promise made to `push`, which holds for any thread.
 unsafe impl Send for IoVecs {}
 
 impl IoVecs {
@@ -27,18 +27,18 @@ impl IoVecs {
         self.near = 0;
     }
 
-    /// Adds a slice. One that is not `near` is for system calls alone: what is copied ends before it.
+    /// Adds a slice. If it is not `near`, only system calls may touch it: copies end before it.
     ///
     /// # Safety
-    /// `base..base + len` must stay mapped until the list is cleared or no longer used, and if it is `near` a touch
-    /// must not raise SIGBUS. Other parties may read and write it meanwhile.
+    /// `base..base + len` must stay mapped until the list is cleared or no longer used. If it is `near`, touching it must not raise
+    /// SIGBUS. Others may read and write it meanwhile.
     pub unsafe fn push(&mut self, base: *mut u8, len: usize, near: bool) {
         if len > 0 {
             if near && self.near == self.len {
                 self.near = self.near.saturating_add(len);
             }
             self.len = self.len.saturating_add(len);
-            // A guest's buffer is often one range in as many descriptors as it has pages.
+            // A guest's buffer is often one range that has a descriptor for each page.
             match self.vecs.last_mut() {
                 Some(last) if last.iov_base.cast::<u8>().wrapping_add(last.iov_len) == base => last.iov_len += len,
                 _ => self.vecs.push(libc::iovec { iov_base: base.cast(), iov_len: len }),
@@ -55,7 +55,7 @@ impl IoVecs {
         self.len == 0
     }
 
-    /// Copies bytes from `offset` on into `to` and returns how many there were.
+    /// Copies bytes from `offset` on into `to`. Returns how many there were.
     pub fn read_at(&self, offset: usize, to: &mut [u8]) -> usize {
         self.copy(offset, to.len(), |done, base, n| {
             // SAFETY: `push` promised that the slice is mapped, and `copy` keeps `n` within both sides.
@@ -63,7 +63,7 @@ impl IoVecs {
         })
     }
 
-    /// Copies `from` to `offset` and returns how many bytes had room.
+    /// Copies `from` to `offset`. Returns how many bytes had room.
     pub fn write_at(&mut self, offset: usize, from: &[u8]) -> usize {
         self.copy(offset, from.len(), |done, base, n| {
             // SAFETY: as in `read_at`.
@@ -90,8 +90,7 @@ impl IoVecs {
         done
     }
 
-    /// The bytes in `range`, cut to what there is, as slices for a vectored system call.
-    /// The list is whole again when the value is dropped.
+    /// The bytes in `range`, cut to the list's length, as slices for a vectored system call. Dropping the value restores the list.
     pub fn range(&mut self, range: Range<usize>) -> IoRange<'_> {
         let end = range.end.min(self.len);
         let start = range.start.min(end);
@@ -177,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn what_may_not_be_touched_is_not_copied() {
+    fn copies_end_before_memory_that_may_not_be_touched() {
         let mut parts = [vec![1; 4], vec![2; 4], vec![3; 4]];
         let mut v = IoVecs::default();
         for (n, p) in parts.iter_mut().enumerate() {

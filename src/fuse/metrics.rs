@@ -1,4 +1,4 @@
-//! How many requests of each kind there were.
+//! Counts of requests by opcode.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,7 +19,7 @@ impl Counters {
         self.0[opcode as usize % Opcode::COUNT].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Requests of this kind.
+    /// The number of requests with this opcode.
     pub fn get(&self, opcode: Opcode) -> u64 {
         self.0[opcode as usize % Opcode::COUNT].load(Ordering::Relaxed)
     }

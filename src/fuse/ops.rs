@@ -1,4 +1,4 @@
-//! What a file system does for the server, a trait for each concern. Errors are errnos; they reach the guest as they are.
+//! What the server needs of a file system: a trait for each concern. Errors are errnos, which reach the guest unchanged.
 
 use std::ffi::CStr;
 use std::io;
@@ -12,12 +12,12 @@ use super::reply::Reply;
 
 pub type Result<T> = std::result::Result<T, Errno>;
 
-/// Who creates something, and how.
+/// Who creates a file, and how.
 pub struct Creator<'a> {
-    /// Owner of the new file, as the guest counts.
+    /// The new file's owner, by the guest's numbers.
     pub uid: u32,
     pub gid: u32,
-    /// To be applied unless the directory has a default ACL; 0 where the guest has applied it.
+    /// The umask to apply unless the directory has a default ACL. 0 if the guest has applied it.
     pub umask: u32,
     /// A supplementary group of the caller that the directory belongs to.
     pub group: Option<u32>,
@@ -28,7 +28,7 @@ pub struct Creator<'a> {
 /// What INIT settled.
 pub struct Session {
     pub flags: InitFlags,
-    /// log2 of what offsets in the DAX window and in mapped files are aligned to, with MAP_ALIGNMENT.
+    /// log2 of the alignment in bytes of offsets in the DAX window and in mapped files, with MAP_ALIGNMENT.
     pub map_alignment: u16,
 }
 
@@ -51,7 +51,7 @@ pub type Answer<T = ()> = Box<dyn FnOnce(Result<T>) + Send>;
 
 /// Takes directory entries until the reply is full.
 pub trait DirSink {
-    /// Whether an entry with so long a name still fits.
+    /// Whether an entry with a name of this many bytes still fits.
     fn fits(&self, namelen: usize) -> bool;
     /// Adds an entry that fits. `entry` is for READDIRPLUS.
     fn push(&mut self, dirent: Dirent, name: &[u8], entry: Option<&EntryOut>);
@@ -59,27 +59,27 @@ pub trait DirSink {
 
 /// The session and its threads.
 pub trait Control: Send + Sync + 'static {
-    /// Prepares the calling thread; called before each request and cheap after the first.
+    /// Prepares the calling thread. Called before each request; cheap after the first.
     fn enter_thread(&self);
     /// Chooses from the flags that the guest offers, or refuses the session. With PASSTHROUGH_SHM,
     /// [`Mappings::start_passthrough`] follows.
     fn init(&self, offered: InitFlags) -> Result<Session>;
-    /// Forgets every nodeid and handle and ends waiting locks with EINTR.
+    /// Forgets all nodeids and handles, and ends waiting locks with EINTR.
     fn destroy(&self);
-    /// Ends the waiting lock of this request, if it is one, with EINTR.
+    /// Ends this request with EINTR if it waits for a lock.
     fn interrupt(&self, unique: u64);
-    /// Every nodeid and handle, for another daemon. There are no requests meanwhile.
+    /// All nodeids and handles, for another daemon. No request is served meanwhile.
     ///
     /// # Errors
-    /// What keeps the session from moving.
+    /// If the session cannot move.
     fn save(&self) -> io::Result<Vec<u8>> {
         Err(io::ErrorKind::Unsupported.into())
     }
-    /// Takes over what [`save`](Self::save) gave. `flags`: what INIT settled. There are no requests meanwhile. The state
-    /// may be anything.
+    /// Takes over what [`save`](Self::save) gave. The state may hold anything. `flags`: what INIT settled. No request is served
+    /// meanwhile.
     ///
     /// # Errors
-    /// What is wrong; there is no nodeid or handle then.
+    /// If the state is not valid. There are no nodeids or handles then.
     fn load(&self, _flags: InitFlags, _state: &[u8]) -> io::Result<()> {
         Err(io::ErrorKind::Unsupported.into())
     }
@@ -104,7 +104,7 @@ pub trait Names {
     fn mkdir(&self, parent: u64, name: &CStr, mode: u32, by: &Creator) -> Result<EntryOut>;
     fn unlink(&self, parent: u64, name: &CStr) -> Result<()>;
     fn rmdir(&self, parent: u64, name: &CStr) -> Result<()>;
-    /// `by`: whose the device node is that RENAME_WHITEOUT leaves.
+    /// `by`: the owner of the device node that RENAME_WHITEOUT leaves.
     fn rename(&self, parent: u64, name: &CStr, newparent: u64, newname: &CStr, flags: u32, by: &Creator) -> Result<()>;
     fn link(&self, node: u64, newparent: u64, newname: &CStr) -> Result<EntryOut>;
 }
@@ -130,7 +130,7 @@ pub trait Files {
     fn file_for_write(&self, node: u64, write: &WriteIn) -> Result<Option<OwnedFd>>;
     fn flush(&self, node: u64, fh: u64, lock_owner: u64) -> Result<()>;
     fn release(&self, node: u64, release: &ReleaseIn) -> Result<()>;
-    /// Whether a sync, a copy or an allocation may take long: a worker must not do it.
+    /// Whether a sync, a copy or an allocation may take long. A queue's worker must not do it then.
     fn waits(&self, node: u64, fh: u64) -> bool;
     fn fsync(&self, node: u64, fh: u64, datasync: bool) -> Result<()>;
     fn fallocate(&self, node: u64, args: &FallocateIn) -> Result<()>;
@@ -149,7 +149,7 @@ pub trait Dirs {
 
 pub trait Xattrs {
     fn setxattr(&self, node: u64, name: &CStr, value: &[u8], flags: u32, kill_sgid: bool) -> Result<()>;
-    /// Writes the value to `to`, at most `size` bytes; a `size` of 0 asks for the length alone.
+    /// Writes the value to `to`, at most `size` bytes. Returns its length. A `size` of 0 asks for the length alone.
     fn getxattr(&self, node: u64, name: &CStr, size: usize, to: &mut Vec<u8>) -> Result<usize>;
     fn listxattr(&self, node: u64, size: usize, to: &mut Vec<u8>) -> Result<usize>;
     fn removexattr(&self, node: u64, name: &CStr) -> Result<()>;
@@ -161,10 +161,10 @@ pub trait Locks {
     fn setlk(&self, node: u64, unique: u64, lk: &LkIn, wait: bool) -> Result<Option<LockWait>>;
 }
 
-/// The DAX window. Without one, nothing is mapped.
+/// The DAX window and the passthrough window.
 pub trait Mappings {
-    /// Whether a change that takes away parts of a file may have to wait for another guest, which waits for this one's
-    /// memory: a worker, which has that in use, must not make it.
+    /// Whether the guest has mapped files. If so, a change that removes part of a file may wait for another guest, which in turn waits
+    /// for this guest's memory. A worker uses that memory, so it must not make the change.
     fn has_mappings(&self) -> bool {
         false
     }

@@ -1,4 +1,4 @@
-//! Decoding: a cursor over a request's arguments, which are copied out of guest memory before they are looked at.
+//! Decoding: a cursor over a request's arguments, which are first copied out of guest memory.
 
 use std::ffi::CStr;
 
@@ -10,7 +10,7 @@ use super::buf::{IoRange, IoVecs};
 use super::ops::{Creator, Result};
 use crate::limits::ARGUMENT_BYTES;
 
-/// Arguments of a WRITE that come before its data, and where that is in the request.
+/// The length of a WRITE's arguments, and where its data begins, in bytes.
 const WRITE_ARGS: usize = size_of::<WriteIn>();
 const WRITE_DATA: usize = size_of::<InHeader>() + WRITE_ARGS;
 
@@ -23,7 +23,7 @@ pub(super) struct Request<'a> {
 }
 
 impl<'a> Request<'a> {
-    /// Reads header and arguments. The error says which request to answer (0 where even that can't be read).
+    /// Reads header and arguments. The error comes with the number of the request to answer: 0 if the header cannot be read.
     pub fn read(readable: &'a mut IoVecs, scratch: &'a mut Vec<u8>) -> std::result::Result<Self, (u64, Errno)> {
         let mut header = InHeader::default();
         if readable.read_at(0, header.as_mut_bytes()) < size_of::<InHeader>() {
@@ -37,7 +37,7 @@ impl<'a> Request<'a> {
         }
         let args = match Opcode::from_u32(header.opcode) {
             Some(Opcode::Write) => body.min(WRITE_ARGS),
-            // What is over the bound is not forgotten: it costs memory until the session ends, no more.
+            // Entries beyond the bound are not forgotten. That costs only memory, until the session ends.
             Some(Opcode::BatchForget) => body.min(ARGUMENT_BYTES),
             _ => body,
         };
@@ -45,7 +45,7 @@ impl<'a> Request<'a> {
             return fail(Errno::TOOBIG);
         }
         scratch.resize(args, 0);
-        // What lies where it may not be touched is not there; the buffer has an earlier request's bytes.
+        // Memory that may not be touched is not read: the buffer would still have an earlier request's bytes there.
         if readable.read_at(size_of::<InHeader>(), scratch) < args {
             return fail(Errno::FAULT);
         }
@@ -55,7 +55,7 @@ impl<'a> Request<'a> {
     /// The next argument structure.
     ///
     /// # Errors
-    /// EINVAL where the request ends before it.
+    /// EINVAL if the request is too short.
     pub fn take<T: FromBytes>(&mut self) -> Result<T> {
         let (value, rest) = T::read_from_prefix(self.args).map_err(|_| Errno::INVAL)?;
         self.args = rest;
@@ -84,7 +84,7 @@ impl<'a> Request<'a> {
         Ok(self.readable.range(WRITE_DATA..WRITE_DATA + len))
     }
 
-    /// Who creates, with the extensions that end the request (struct fuse_ext_header and fuse_secctx_header).
+    /// Who creates a file, and the extensions at the end of the request (struct fuse_ext_header and fuse_secctx_header).
     pub fn creator(&mut self, umask: u32) -> Result<Creator<'a>> {
         let InHeader { uid, gid, .. } = self.header;
         let mut by = Creator { uid, gid, umask, group: None, label: None };
@@ -96,7 +96,7 @@ impl<'a> Request<'a> {
             match header.kind {
                 // The kernel sends at most one context, and none as a header alone.
                 1..=MAX_NR_SECCTX => by.label = Some(body.label()?),
-                // It sends only the group that the directory belongs to.
+                // The kernel sends only the group that the directory belongs to.
                 EXT_GROUPS if body.take::<u32>()? > 0 => by.group = Some(body.take()?),
                 _ => {}
             }
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn arguments_that_cannot_be_copied_are_not_taken_from_an_earlier_request() {
+    fn arguments_never_come_from_an_earlier_request() {
         let mut scratch = Vec::new();
         let mut read = |name: &[u8], near| {
             let mut bytes = request(Opcode::Lookup, name, None);

@@ -1,4 +1,4 @@
-//! A session as bytes: this header, and then the file system's own. docs/protocol.md describes the format.
+//! A session as bytes: this header, then the file system's part. docs/protocol.md describes the format.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -20,7 +20,7 @@ struct Header {
     magic: [u8; 8],
     version: little_endian::U32,
     reserved: little_endian::U32,
-    /// What INIT settled; bit 63 alone: there was no INIT yet, and nothing follows.
+    /// What INIT settled. Bit 63 alone: there was no INIT yet, and nothing follows.
     session: little_endian::U64,
 }
 
@@ -29,10 +29,10 @@ fn invalid(what: impl Into<String>) -> io::Error {
 }
 
 impl<F: FileSystem> Server<F> {
-    /// The session, for another daemon. There are no requests meanwhile.
+    /// The session, for another daemon. No request is served meanwhile.
     ///
     /// # Errors
-    /// What keeps the session from moving.
+    /// If the session cannot move.
     pub fn save(&self) -> io::Result<Vec<u8>> {
         self.fs.enter_thread();
         let session = self.session.load(Ordering::Acquire);
@@ -44,16 +44,16 @@ impl<F: FileSystem> Server<F> {
         Ok(state)
     }
 
-    /// Takes over what [`save`](Self::save) gave; the state may be anything. There are no requests meanwhile.
+    /// Takes over what [`save`](Self::save) gave. The state may hold anything. No request is served meanwhile.
     ///
     /// # Errors
-    /// What is wrong; there is no session then.
+    /// If the state is not valid. There is no session then.
     pub fn load(&self, state: &[u8]) -> io::Result<()> {
         self.fs.enter_thread();
         self.reset();
         let (header, rest) = Header::read_from_prefix(state).map_err(|_| invalid("the state is cut off"))?;
         if header.magic != MAGIC {
-            return Err(invalid("this is no state of thruwayd: both ends of a migration must run it"));
+            return Err(invalid("this is not a state of thruwayd: both ends of a migration must run it"));
         }
         if header.version != VERSION {
             let is = header.version;
@@ -63,7 +63,7 @@ impl<F: FileSystem> Server<F> {
         }
         let session = header.session.get();
         if session == CLOSED {
-            return if rest.is_empty() { Ok(()) } else { Err(invalid("the state does not end where it should")) };
+            return if rest.is_empty() { Ok(()) } else { Err(invalid("bytes follow the end of the state")) };
         }
         let flags = InitFlags::from_bits(session).ok_or_else(|| invalid("the session has unknown features"))?;
         self.fs.load(flags, rest)?;

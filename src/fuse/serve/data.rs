@@ -64,7 +64,7 @@ impl<F: FileSystem> Server<F> {
         let wait = if self.fs.has_mappings() {
             Some(Wait::Others)
         } else if removes || args.length > COPY_PIECE || self.fs.waits(node, args.fh) {
-            // It may wait for another daemon, as a truncation does, or take long even in memory.
+            // Removing blocks may wait for another daemon, as a truncation does. A long range takes long even in memory.
             Some(Wait::Host)
         } else {
             None
@@ -72,7 +72,7 @@ impl<F: FileSystem> Server<F> {
         self.serve_where(wait, reply, move |fs, _| fs.fallocate(node, &args))
     }
 
-    /// `out`: the reply to so many bytes copied.
+    /// `out` makes the reply's body of the number of bytes copied.
     pub(super) fn copy_file_range<T: IntoBytes + Immutable>(
         &self,
         request: &mut Request,
@@ -162,13 +162,13 @@ mod tests {
             })
         };
         assert_eq!(run(100 * COPY_PIECE), Ok(3 * COPY_PIECE));
-        // One that comes when all is to stop does what is no end of the file.
+        // A copy that begins after the stop still copies something: a count of 0 would mean the end of the file.
         assert_eq!(run(100 * COPY_PIECE), Ok(SHORTEST_COPY));
         assert_eq!(pieces, 4);
     }
 
     #[test]
-    fn a_copy_tells_what_was_copied_before_an_error() {
+    fn a_copy_reports_what_was_copied_before_an_error() {
         let run = |results: &[Result<usize>]| {
             let mut results = results.iter();
             copy(&args(100 * COPY_PIECE), &AtomicBool::new(false), |_| *results.next().unwrap())

@@ -41,12 +41,12 @@ impl<F: FileSystem> Server<F> {
 
             Opcode::Getattr => {
                 let args: GetattrIn = request.take()?;
-                reply.put(&fs.getattr(node, given(args.getattr_flags & GETATTR_FH != 0, args.fh))?)
+                reply.put(&fs.getattr(node, (args.getattr_flags & GETATTR_FH != 0).then_some(args.fh))?)
             }
             Opcode::Setattr => self.setattr(request, reply),
             Opcode::Statx => {
                 let args: StatxIn = request.take()?;
-                let fh = given(args.getattr_flags & GETATTR_FH != 0, args.fh);
+                let fh = (args.getattr_flags & GETATTR_FH != 0).then_some(args.fh);
                 reply.put(&fs.statx(node, fh, args.sx_flags, args.sx_mask)?)
             }
             Opcode::Statfs => reply.put(&fs.statfs(node)?),
@@ -115,9 +115,9 @@ impl<F: FileSystem> Server<F> {
                 None => Ok(()),
             },
             Opcode::Interrupt => {
-                reply.silence();
                 let args: InterruptIn = request.take()?;
                 fs.interrupt(args.unique);
+                reply.silence();
                 Ok(())
             }
 
@@ -132,13 +132,13 @@ impl<F: FileSystem> Server<F> {
             }
             Opcode::Destroy => {
                 self.reset();
-                // Answered after all that was asked of the frontend before: QEMU may stop the device right after the answer, and
-                // must not be asked for anything then. Without a window there is nothing to wait for.
+                // QEMU may stop the device right after the answer, and must not be asked for anything then. This is answered
+                // after all requests to the frontend. Without a window there are none.
                 let _ = fs.removemapping(&[], reply);
                 Ok(())
             }
 
-            // The kernel takes care of these once it has seen ENOSYS: POLL is "always ready", BMAP gives EINVAL, and IOCTL
+            // Once the kernel has seen ENOSYS it serves these itself: POLL is always ready, BMAP fails with EINVAL, and IOCTL with
             // ENOTTY. The device has no notifications.
             Opcode::Poll | Opcode::Bmap | Opcode::Ioctl | Opcode::NotifyReply | Opcode::Init => Err(Errno::NOSYS),
         }
@@ -147,10 +147,8 @@ impl<F: FileSystem> Server<F> {
     fn setattr(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {
         let args: SetattrIn = request.take()?;
         let (node, valid) = (request.header.nodeid, SetattrValid::from_bits_retain(args.valid));
-        let wait = match valid.contains(SetattrValid::SIZE) {
-            true => self.fs.truncating_waits(node, given(valid.contains(SetattrValid::FH), args.fh))?,
-            false => None,
-        };
+        let fh = valid.contains(SetattrValid::FH).then_some(args.fh);
+        let wait = if valid.contains(SetattrValid::SIZE) { self.fs.truncating_waits(node, fh)? } else { None };
         self.serve_where(wait, reply, move |fs, reply| reply.put(&fs.setattr(node, &args)?))
     }
 
@@ -166,9 +164,4 @@ impl<F: FileSystem> Server<F> {
         let value = request.bytes(size as usize)?;
         self.fs.setxattr(request.header.nodeid, name, value, flags, ext & SETXATTR_ACL_KILL_SGID != 0)
     }
-}
-
-/// An optional argument.
-fn given<T>(is_given: bool, value: T) -> Option<T> {
-    is_given.then_some(value)
 }

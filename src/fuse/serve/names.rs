@@ -65,7 +65,7 @@ impl<F: FileSystem> Server<F> {
             return self.serve_where(Some(wait), reply, patient);
         }
         match self.fs.open(node, &args, false, reply) {
-            // The holder of a lease has it broken.
+            // The open waits for the holder of a lease.
             Err(Errno::AGAIN) if args.flags & libc::O_NONBLOCK as u32 == 0 => {
                 self.serve_where(Some(Wait::Others), reply, patient)
             }
