@@ -27,7 +27,6 @@ const ACKS: usize = 4096 * 64;
 const LEN: usize = 2 << 20;
 /// The table's entries that are used first.
 const INDICES: std::ops::Range<u32> = 4084..4096;
-const WRITABLE: u32 = 2;
 
 /// What is mapped by region and offset: length, the stand-in's file.
 #[derive(Default)]
@@ -192,7 +191,7 @@ impl Kept {
         assert!(count(1) <= SLOTS, "more slots than there may be");
         for index in INDICES {
             let entry = self.rig.table().entry(index);
-            if !entry.is_live() {
+            if !entry.state.is_live() {
                 continue;
             }
             let (len, standing) = mapped.get(&(1, entry.offset)).expect("a live entry without a mapping");
@@ -202,7 +201,7 @@ impl Kept {
                 continue;
             }
             assert_eq!(entry.size, self.size(entry.nodeid), "the size of {}", entry.nodeid);
-            if entry.flags & WRITABLE != 0 && entry.size > 0 {
+            if entry.state.is_writable() && entry.size > 0 {
                 // No block lies past the end here. (SEEK_HOLE takes blocks without data for holes.)
                 let blocks = fstat(self.file(entry.nodeid)).unwrap().st_blocks as u64 * 512;
                 assert!(blocks >= entry.size, "a store may find no room: {blocks} of {} bytes have", entry.size);

@@ -6,13 +6,38 @@ use std::collections::BTreeSet;
 
 use libfuzzer_sys::fuzz_target;
 use rustix::mm::{MapFlags, ProtFlags, mmap};
-use thruway::window::doors::{Entry, Table};
+use thruway::window::doors::{Change, Entry, EntryState, Line, Table};
 use thruway_fuzz::Input;
 
 const LEN: usize = 2 << 20;
 const ENTRIES: u32 = 4096;
 const ACKS: usize = 4096 * 64;
-const REVOKED: u32 = 4;
+
+/// Each state and its flags in docs/protocol.md.
+const STATES: [(EntryState, u32); 6] = [
+    (EntryState::Free, 0),
+    (EntryState::Live { writable: false }, 1),
+    (EntryState::Live { writable: true }, 3),
+    (EntryState::Revoking { writable: false }, 5),
+    (EntryState::Revoking { writable: true }, 7),
+    (EntryState::Gone, 4),
+];
+
+const CHANGES: [Change; 5] =
+    [Change::Map, Change::AllowStores, Change::Revoke, Change::Withdraw, Change::Release];
+
+/// What the guest may find in place of `before`: a live slot is never taken away or moved without a revocation.
+fn is_legal(before: Entry, after: Entry) -> bool {
+    let same_slot = (before.offset, before.length, before.generation) == (after.offset, after.length, after.generation);
+    match (before.state, after.state) {
+        (EntryState::Live { writable }, EntryState::Live { writable: now }) => same_slot && now >= writable,
+        (EntryState::Live { writable }, EntryState::Revoking { writable: now }) => same_slot && now == writable,
+        (EntryState::Live { .. }, EntryState::Gone) | (_, EntryState::Revoking { .. }) => same_slot && before.state == after.state,
+        (_, EntryState::Live { .. }) => after.generation == before.generation.wrapping_add(1).max(1),
+        (_, EntryState::Gone) => (after.offset, after.length) == (0, 0) && after.generation == before.generation,
+        (_, EntryState::Free) => same_slot,
+    }
+}
 
 struct Kept {
     table: Table,
@@ -55,7 +80,7 @@ impl Kept {
     fn seen(&self, index: u32) -> Entry {
         let at = index as usize * 64;
         Entry {
-            flags: self.word(at + 4),
+            state: STATES.into_iter().find(|state| state.1 == self.word(at + 4)).unwrap().0,
             offset: self.long(at + 8),
             length: self.long(at + 16),
             size: self.long(at + 24),
@@ -65,20 +90,23 @@ impl Kept {
         }
     }
 
-    fn update(&mut self, index: u32, entry: Entry) {
+    fn update<R>(&mut self, index: u32, change: impl FnOnce(&mut Line) -> R) -> R {
         let (before, seq) = self.model[index as usize];
-        self.table.update(index, |line| line.entry = entry);
+        let result = self.table.update(index, change);
+        let entry = self.table.entry(index);
+        assert!(is_legal(before, entry), "{before:?} became {entry:?}");
         let changed = entry != before;
         let seq = if changed { seq.wrapping_add(2) } else { seq };
         self.model[index as usize] = (entry, seq);
-        if entry.flags & !before.flags & REVOKED != 0 {
+        let is_revoked = |entry: Entry| matches!(entry.state, EntryState::Revoking { .. } | EntryState::Gone);
+        if is_revoked(entry) && !is_revoked(before) {
             self.revocations = self.revocations.wrapping_add(1);
             assert_eq!(self.word(24), self.revocations);
         }
-        assert_eq!(self.table.entry(index), entry);
         if changed {
             assert_eq!((self.seen(index), self.word(index as usize * 64)), (entry, seq));
         }
+        result
     }
 }
 
@@ -114,39 +142,35 @@ fuzz_target!(|bytes: &[u8]| {
                     }
                     assert_eq!((kept.word(24), kept.word(8), kept.word(20)), (0, 1, ACKS as u32));
                 }
-                4..=9 => {
-                    let mut entry = kept.model[index as usize].0;
-                    let value = input.number();
-                    match what & 15 {
-                        4 => entry.flags = value as u32,
-                        5 => entry.offset = value,
-                        6 => entry.length = value,
-                        7 => entry.size = value,
-                        8 => entry.nodeid = value,
-                        _ => entry.generation = value as u32,
-                    }
-                    kept.update(index, entry);
+                4 => {
+                    let slot = (input.number(), input.number());
+                    kept.update(index, |line| line.slot = Some(slot));
                 }
-                _ => {
-                    let change = input.number();
-                    let entry = Entry {
-                        flags: input.u8().into(),
-                        offset: input.number(),
-                        length: input.number(),
-                        size: input.number(),
-                        nodeid: input.number(),
-                        change,
-                        generation: input.u8().into(),
-                    };
-                    kept.update(index, entry);
+                5 => kept.update(index, |line| line.slot = None),
+                6 => {
+                    let size = input.number();
+                    kept.update(index, |line| line.set_size(size));
+                }
+                7 => {
+                    let node = input.number();
+                    kept.update(index, |line| line.set_node(node));
+                }
+                8 => kept.update(index, Line::count_change),
+                n => {
+                    let before = kept.model[index as usize].0;
+                    let done = kept.update(index, |line| line.step(CHANGES[usize::from(n) % 5]));
+                    assert!(done.is_ok() || kept.model[index as usize].0 == before, "a refused change");
                 }
             }
             touched.insert(index);
         }
         // The next input finds free entries again. A guest's bytes are gone when the entry is written.
         for index in touched {
-            kept.update(index, Entry { change: !kept.model[index as usize].0.change, ..Entry::default() });
-            kept.update(index, Entry::default());
+            kept.update(index, |line| {
+                line.step(Change::Release).unwrap();
+                line.count_change();
+                line.slot = None;
+            });
             kept.put(ACKS + 4 * index as usize, 0);
         }
         kept.put(24, kept.revocations);

@@ -4,7 +4,7 @@ use super::mapper::{Job, Mapper};
 use super::slots::Slots;
 use super::*;
 
-pub use super::table::{Entry, Table};
+pub use super::table::{Change, Entry, EntryState, Line, Table};
 
 /// A window whose mapper does what it is told to.
 pub struct Rig {

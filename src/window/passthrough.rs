@@ -16,7 +16,7 @@ use super::Source;
 use super::jobs::Jobs;
 use super::mapper::Job;
 use super::space::{Stores, hole};
-use super::table::{ENTRIES, LEN, Line, REVOKED, Table, VALID, WRITABLE};
+use super::table::{Change, ENTRIES, EntryState, LEN, Line, Table};
 use crate::fuse::ops::{Answer, Result};
 
 /// For which files the guest may store in place (`--passthrough-writable`).
@@ -260,8 +260,10 @@ impl Passthrough {
 
     /// Makes a kept entry live again. Where that fails, it is revoked: its slot has just been taken away, or must not stay.
     fn revive(&self, index: u32, file: BorrowedFd) {
-        if self.live(index, file, None).is_err() {
-            self.table.update(index, |line| line.entry.flags = REVOKED);
+        let live = self.table.update(index, |line| {
+            self.make_live(line, file, None).or_else(|errno| line.step(Change::Withdraw).and(Err(errno)))
+        });
+        if live.is_err() {
             self.send(Job::Gone { index });
         }
     }
@@ -282,27 +284,24 @@ impl Passthrough {
     /// # Errors
     /// EOPNOTSUPP where a load from a hole takes memory that there may not be.
     pub(super) fn live(&self, index: u32, file: BorrowedFd, filled: Option<Filled>) -> Result<()> {
-        self.table.update(index, |line| {
-            let (offset, length) = line.slot.ok_or(Errno::AGAIN)?;
-            let st = fstat(file)?;
-            line.hole = self.hole(file, 0, st.st_size as u64)?;
-            if line.hole < st.st_size as u64 && Stores::of(file)? == Stores::Memory {
-                // Pages that were allocated and not written look like holes.
-                match filled {
-                    Some(filled) if filled.holes == line.holes && filled.size >= st.st_size as u64 => {
-                        line.hole = filled.size
-                    }
-                    _ => return Err(Errno::OPNOTSUPP),
-                }
+        self.table.update(index, |line| self.make_live(line, file, filled))
+    }
+
+    fn make_live(&self, line: &mut Line, file: BorrowedFd, filled: Option<Filled>) -> Result<()> {
+        let st = fstat(file)?;
+        let mut hole = self.hole(file, 0, st.st_size as u64)?;
+        if hole < st.st_size as u64 && Stores::of(file)? == Stores::Memory {
+            // Pages that were allocated and not written look like holes.
+            match filled {
+                Some(filled) if filled.holes == line.holes && filled.size >= st.st_size as u64 => hole = filled.size,
+                _ => return Err(Errno::OPNOTSUPP),
             }
-            let entry = &mut line.entry;
-            entry.generation = entry.generation.wrapping_add(1).max(1);
-            (entry.offset, entry.length) = (offset, length);
-            entry.flags = VALID;
-            note(line, &st);
-            settle(line);
-            Ok(())
-        })
+        }
+        line.step(Change::Map)?;
+        line.hole = hole;
+        note(line, &st);
+        settle(line);
+        Ok(())
     }
 
     /// The first byte from `from` on, up to `size`, that a store may have to find room for.
@@ -335,8 +334,8 @@ impl Passthrough {
         };
         let kept = index.is_some_and(|index| {
             self.table.update(index, |line| {
-                let kept = line.entry.is_live();
-                line.entry.flags = 0;
+                let kept = line.state().is_live();
+                let _ = line.step(Change::Release);
                 kept
             })
         });
@@ -375,7 +374,7 @@ impl Passthrough {
         let Some(index) = self.index(node) else { return };
         let revoked = self.table.update(index, |line| {
             let Ok(st) = fstat(file) else { return false };
-            let (old, size) = (line.entry.size, st.st_size as u64);
+            let (old, size) = (line.entry().size, st.st_size as u64);
             let at = at.unwrap_or(size.saturating_sub(len));
             if at > old {
                 self.skipped(line, old);
@@ -404,7 +403,7 @@ impl Passthrough {
         let Holes(index, before) = *since;
         let revoked = self.table.update(index, |line| {
             let Ok(st) = fstat(file) else { return false };
-            let (old, size, end) = (line.entry.size, st.st_size as u64, at.saturating_add(len));
+            let (old, size, end) = (line.entry().size, st.st_size as u64, at.saturating_add(len));
             if at > old {
                 self.skipped(line, old);
             }
@@ -449,8 +448,8 @@ impl Passthrough {
         let Some(index) = self.index(node) else { return };
         let revoked = self.table.update(index, |line| {
             // What a truncation by this guest is about to make of it is known when that is done.
-            let resized = found != line.entry.size && line.limits.is_empty();
-            if line.entry.flags & VALID == 0 || !resized && blocks >= line.blocks {
+            let resized = found != line.entry().size && line.limits.is_empty();
+            if !line.state().is_mapped() || !resized && blocks >= line.blocks {
                 return false;
             }
             let Ok((size, blocks)) = look() else { return false };
@@ -471,7 +470,7 @@ impl Passthrough {
     pub(super) fn look(&self, index: u32, file: BorrowedFd) {
         let revoked = self.table.update(index, |line| {
             let Ok(st) = fstat(file) else { return false };
-            if line.entry.flags & VALID == 0 {
+            if !line.state().is_mapped() {
                 return false;
             }
             if line.limits.is_empty() {
@@ -490,13 +489,15 @@ impl Passthrough {
 
     /// Others have given the file this size.
     fn resized(&self, line: &mut Line, size: u64) {
-        let old = line.entry.size;
+        let old = line.entry().size;
         if size > old {
             // Nobody knows how the others made it longer.
             self.skipped(line, old);
         }
         resize(line, size);
-        line.entry.change += u64::from(line.entry.size != old);
+        if line.entry().size != old {
+            line.count_change();
+        }
     }
 
     /// Runs what sets the file's size. The guest sees a smaller one before it is done, a larger one after it; `size` looks
@@ -511,15 +512,15 @@ impl Passthrough {
         let Some(index) = self.index(node) else { return run() };
         let old = self.table.update(index, |line| {
             line.limits.push(to);
-            let old = line.entry.size;
+            let old = line.entry().size;
             resize(line, old);
             old
         });
         let done = run();
         let revoked = self.table.update(index, |line| {
             line.limits.iter().position(|limit| *limit == to).map(|at| line.limits.swap_remove(at));
-            if to > line.entry.size {
-                self.skipped(line, line.entry.size);
+            if to > line.entry().size {
+                self.skipped(line, line.entry().size);
             }
             // What a cut takes is no other's doing.
             line.blocks = 0;
@@ -540,7 +541,7 @@ impl Passthrough {
         let entry = self.table.entry(index);
         if revoked {
             self.send(Job::Downgrade { index });
-        } else if entry.is_live() && entry.size > entry.length {
+        } else if entry.state.is_live() && entry.size > entry.length {
             self.send(Job::Remap { index });
         }
     }
@@ -558,23 +559,19 @@ fn note(line: &mut Line, st: &Stat) {
 
 /// Sets the size, as far as truncations under way allow it.
 fn resize(line: &mut Line, size: u64) {
-    line.entry.size = line.limits.iter().copied().fold(size, u64::min);
+    line.set_size(line.limits.iter().copied().fold(size, u64::min));
 }
 
-/// Sets WRITABLE where stores cannot fail, and revokes where they could from now on: then it is true.
-pub(super) fn settle(line: &mut Line) -> bool {
-    if !line.entry.is_live() {
-        return false;
+/// Lets the guest store to a live entry if no store can fail, and revokes the entry if stores were allowed and may fail from
+/// now on. Whether it revoked.
+fn settle(line: &mut Line) -> bool {
+    // An empty file has no hole, but its file system may be one that never writes in place.
+    let whole = line.hole > 0 && line.hole >= line.entry().size;
+    match line.state() {
+        EntryState::Live { writable: false } if whole => line.step(Change::AllowStores).is_err(),
+        EntryState::Live { writable: true } if !whole => line.step(Change::Revoke).is_ok(),
+        _ => false,
     }
-    // An empty file has no hole, but may be one of a file system that never is written in place.
-    let whole = line.hole > 0 && line.hole >= line.entry.size;
-    let writable = line.entry.flags & WRITABLE != 0;
-    match (whole, writable) {
-        (true, _) => line.entry.flags |= WRITABLE,
-        (false, true) => line.entry.flags |= REVOKED,
-        (false, false) => {}
-    }
-    !whole && writable
 }
 
 #[cfg(test)]
@@ -613,8 +610,22 @@ mod tests {
         fallocate(file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, at, 4096).unwrap();
     }
 
-    fn flags(pass: &Passthrough) -> u32 {
-        pass.table.entry(INDEX).flags
+    const READ_ONLY: EntryState = EntryState::Live { writable: false };
+    const WRITABLE: EntryState = EntryState::Live { writable: true };
+    const REVOKED: EntryState = EntryState::Revoking { writable: true };
+
+    fn state(pass: &Passthrough) -> EntryState {
+        pass.table.entry(INDEX).state
+    }
+
+    /// Makes the entry live, with this size and first hole.
+    fn read_only(pass: &Passthrough, size: u64, hole: u64) {
+        pass.table.update(INDEX, |line| {
+            line.step(Change::Release).unwrap();
+            line.step(Change::Map).unwrap();
+            line.set_size(size);
+            line.hole = hole;
+        });
     }
 
     fn look(file: &File) -> Result<(u64, u64)> {
@@ -636,24 +647,24 @@ mod tests {
             // When the guest asks for attributes, and when the kernel tells of a change.
             let file = full_file(dir);
             let pass = passing(&file);
-            assert_eq!(flags(&pass), VALID | WRITABLE, "{dir}");
+            assert_eq!(state(&pass), WRITABLE, "{dir}");
             let seen = look(&file).unwrap();
             pass.saw(NODE, seen.0, seen.1, || look(&file));
-            assert_eq!(flags(&pass), VALID | WRITABLE);
+            assert_eq!(state(&pass), WRITABLE);
             punch(&file, 4096);
             let seen = look(&file).unwrap();
             pass.saw(NODE, seen.0, seen.1, || look(&file));
-            assert_eq!(flags(&pass), VALID | WRITABLE | REVOKED, "{dir}");
+            assert_eq!(state(&pass), REVOKED, "{dir}");
 
             let file = full_file(dir);
             let pass = passing(&file);
             pass.look(INDEX, file.as_fd());
-            assert_eq!(flags(&pass), VALID | WRITABLE);
+            assert_eq!(state(&pass), WRITABLE);
             punch(&file, 4096);
             // As many blocks as before.
             fallocate(&file, FallocateFlags::KEEP_SIZE, SIZE, 4096).unwrap();
             pass.look(INDEX, file.as_fd());
-            assert_eq!(flags(&pass), VALID | WRITABLE | REVOKED, "{dir}");
+            assert_eq!(state(&pass), REVOKED, "{dir}");
         }
     }
 
@@ -663,11 +674,11 @@ mod tests {
         file.set_len(SIZE).unwrap();
         fallocate(&file, FallocateFlags::KEEP_SIZE, SIZE, SIZE).unwrap();
         let pass = passing(&file);
-        assert_eq!(flags(&pass), 0, "a load from a hole takes memory too");
+        assert_eq!(state(&pass), EntryState::Free, "a load from a hole takes memory too");
         assert_eq!(pass.live(INDEX, file.as_fd(), None), Err(Errno::OPNOTSUPP));
         file.write_all_at(&vec![b'r'; SIZE as usize], 0).unwrap();
         pass.live(INDEX, file.as_fd(), None).unwrap();
-        assert_eq!(flags(&pass), VALID | WRITABLE);
+        assert_eq!(state(&pass), WRITABLE);
     }
 
     /// A process of the guest has it mapped, and punches a hole.
@@ -679,7 +690,7 @@ mod tests {
         assert_eq!(pass.live(INDEX, file.as_fd(), None), Err(Errno::OPNOTSUPP));
         let filled = pass.fill(INDEX, file.as_fd()).unwrap();
         pass.live(INDEX, file.as_fd(), Some(filled)).unwrap();
-        assert_eq!(flags(&pass), VALID | WRITABLE);
+        assert_eq!(state(&pass), WRITABLE);
         assert_eq!(look(&file).unwrap().1 * 512, SIZE);
         // Not if there is another hole by then, or more of the file.
         let filled = pass.fill(INDEX, file.as_fd()).unwrap();
@@ -697,28 +708,27 @@ mod tests {
             file.set_len(2 * SIZE).unwrap();
             fallocate(&file, FallocateFlags::KEEP_SIZE, 0, 2 * SIZE).unwrap();
             let pass = passing(&file);
-            let before = (SIZE, VALID, 2 * SIZE);
-            pass.table.update(INDEX, |line| (line.hole, line.entry.flags, line.entry.size) = before);
+            read_only(&pass, 2 * SIZE, SIZE);
             // Blocks are allocated, a hole is punched, and then the first takes note.
             let since = pass.allocating(NODE).unwrap();
             fallocate(&file, FallocateFlags::KEEP_SIZE, 0, 2 * SIZE).unwrap();
             pass.punching(NODE, 4096, || punch(&file, 4096));
             pass.allocated(&since, file.as_fd(), 0, 2 * SIZE);
-            assert_eq!(flags(&pass) & (WRITABLE | REVOKED), 0, "{dir}");
+            assert_eq!(state(&pass), READ_ONLY, "{dir}");
 
             // The same with a write.
             let file = full_file(dir);
             let pass = passing(&file);
-            pass.table.update(INDEX, |line| (line.hole, line.entry.flags) = (0, VALID));
+            read_only(&pass, SIZE, 0);
             file.write_all_at(&vec![b'w'; SIZE as usize], 0).unwrap();
             pass.punching(NODE, 4096, || punch(&file, 4096));
             pass.wrote(NODE, file.as_fd(), Some(0), SIZE);
-            assert_eq!(flags(&pass) & (WRITABLE | REVOKED), 0, "{dir}");
+            assert_eq!(state(&pass), READ_ONLY, "{dir}");
             // While none is punched, both do.
             pass.wrote(NODE, file.as_fd(), Some(0), SIZE);
             file.write_all_at(&vec![b'w'; SIZE as usize], 0).unwrap();
             pass.wrote(NODE, file.as_fd(), Some(0), SIZE);
-            assert_eq!(flags(&pass), VALID | WRITABLE);
+            assert_eq!(state(&pass), WRITABLE);
         }
     }
 }

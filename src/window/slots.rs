@@ -13,7 +13,7 @@ use super::mapper::{Job, errno, write_back};
 use super::passthrough::{Passthrough, Writable};
 use super::proxy::{Event, Kind};
 use super::room::Room;
-use super::table::{REVOKED, WRITABLE};
+use super::table::{Change, EntryState};
 use super::{Copy, RANGE, Shared, Source, StandIns, TABLE, WHOLE_FILES, table};
 use crate::fuse::ops::Result;
 
@@ -110,7 +110,7 @@ impl Slots {
             Job::Event(Event::Changed(id)) => self.changed(id),
             Job::Downgrade { index } => self.pend(index, Why::Downgrade),
             Job::Remap { index } => self.lengthen(index),
-            Job::Gone { index } if self.pass.table.entry(index).flags == REVOKED => self.gone(index),
+            Job::Gone { index } if self.pass.table.entry(index).state == EntryState::Gone => self.gone(index),
             Job::Ask { node, from, len, writable, answer } => answer(self.ask(node, from, len, writable)),
             _ => {}
         }
@@ -187,7 +187,7 @@ impl Slots {
         }
         self.pass.table.update(index, |line| {
             line.slot = Some((held.at, held.len));
-            line.entry.nodeid = node;
+            line.set_node(node);
         });
         let real = held.real.as_fd();
         let filled = if wanted { self.pass.fill(index, real).map(Some) } else { Ok(None) };
@@ -231,7 +231,10 @@ impl Slots {
         self.shared.copies.remove(&slot.node);
         let mut nodes = self.pass.nodes.lock();
         if slot.session == nodes.session {
-            self.pass.table.update(index, |line| (line.entry.flags, line.slot) = (0, None));
+            self.pass.table.update(index, |line| {
+                line.slot = None;
+                let _ = line.step(Change::Release);
+            });
         }
         nodes.free(slot.session, index);
     }
@@ -292,15 +295,16 @@ impl Slots {
             return;
         }
         let entry = self.pass.table.update(index, |line| {
-            match line.entry.flags {
-                // An open that has yet to make it live will find that it has no slot any more.
-                0 if why != Why::Downgrade => (line.entry.flags, line.slot) = (REVOKED, None),
-                _ if line.entry.is_live() && why != Why::Downgrade => line.entry.flags |= REVOKED,
-                _ => {}
-            }
-            line.entry
+            // The change is refused where there is nothing to revoke.
+            let _ = match (why, line.state()) {
+                (Why::Downgrade, _) => Ok(()),
+                // An open that has yet to make it live finds that there is no slot any more.
+                (Why::Host(_), EntryState::Free) => line.step(Change::Withdraw),
+                (Why::Host(_) | Why::Longer, _) => line.step(Change::Revoke),
+            };
+            line.entry()
         });
-        if entry.is_revoking() {
+        if entry.state.is_revoking() {
             self.pending.push(Pending { index, generation: entry.generation, why });
         } else if matches!(why, Why::Host(_)) {
             self.gone(index);
@@ -318,10 +322,8 @@ impl Slots {
         if let Some(slot) = self.known.get_mut(&index) {
             slot.not_before = Some(Instant::now() + LATER);
         }
-        self.pass.table.update(index, |line| {
-            line.slot = None;
-            (line.entry.flags, line.entry.offset, line.entry.length) = (REVOKED, 0, 0);
-        });
+        let done = self.pass.table.update(index, |line| line.step(Change::Withdraw));
+        debug_assert!(done.is_ok(), "a live entry loses its slot");
     }
 
     /// Begins to give a file that has outgrown its slot a longer one, if there is room for that.
@@ -329,7 +331,7 @@ impl Slots {
         let Some(held) = self.known.get(&index).and_then(|slot| slot.held.as_ref()) else { return };
         let entry = self.pass.table.entry(index);
         let (at, len) = (held.at, held.len);
-        if entry.size <= len || !entry.is_live() {
+        if entry.size <= len || !entry.state.is_live() {
             return;
         }
         let lens = lens(entry.size);
@@ -443,10 +445,14 @@ impl Slots {
         let slot = self.known.get(&index).ok_or(Errno::AGAIN)?;
         let end = from.checked_add(len).ok_or(Errno::INVAL)?;
         let entry = self.pass.table.entry(index);
-        if entry.is_revoking() || slot.late.is_some() || slot.not_before.is_some_and(|at| at > Instant::now()) {
+        if entry.state.is_revoking() || slot.late.is_some() || slot.not_before.is_some_and(|at| at > Instant::now()) {
             return Err(Errno::AGAIN);
         }
-        if !entry.is_live() {
+        if !entry.state.is_live() {
+            if slot.held.is_some() {
+                // An open is about to make it live, or could not: then the slot is emptied first.
+                return Err(Errno::AGAIN);
+            }
             self.fill(index, true).map_err(|errno| match errno {
                 Errno::NOSPC | Errno::BUSY | Errno::TIMEDOUT => Errno::AGAIN,
                 other => other,
@@ -466,7 +472,7 @@ impl Slots {
             self.lengthen(index);
             return Err(Errno::AGAIN);
         }
-        match writable && entry.flags & WRITABLE == 0 {
+        match writable && !entry.state.is_writable() {
             true => self.fill_holes(index),
             false => Ok(()),
         }
@@ -484,8 +490,7 @@ impl Slots {
             fallocate(real, FallocateFlags::KEEP_SIZE, 0, size)?;
         }
         self.pass.allocated(&since, real, 0, size.max(1));
-        let writable = self.pass.table.entry(index).flags & WRITABLE != 0;
-        if writable { Ok(()) } else { Err(Errno::AGAIN) }
+        if self.pass.table.entry(index).state.is_writable() { Ok(()) } else { Err(Errno::AGAIN) }
     }
 }
 

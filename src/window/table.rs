@@ -6,6 +6,7 @@ use std::sync::atomic::{Ordering, fence};
 
 use parking_lot::Mutex;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::io::Errno;
 use vm_memory::mmap::MmapRegion;
 use vm_memory::{AtomicAccess, Bytes, FileOffset, VolatileMemory};
 
@@ -30,50 +31,167 @@ const VERSION: u32 = 1;
 const HEADER: [(usize, u32); 4] = [(8, VERSION), (12, ENTRY_SIZE), (16, ENTRIES), (20, ACK_OFFSET)];
 const REVOCATIONS: usize = 24;
 
-pub const VALID: u32 = 1;
-pub const WRITABLE: u32 = 2;
-pub const REVOKED: u32 = 4;
+/// Flags of an entry, as the guest reads them. Nothing but this file uses them; the daemon thinks in [`EntryState`].
+const VALID: u32 = 1;
+const WRITABLE: u32 = 2;
+const REVOKED: u32 = 4;
+
+/// The state of an entry (docs/protocol.md, "Revocation").
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum EntryState {
+    /// The guest does not know of a slot. There may be one, kept for the node's next open.
+    #[default]
+    Free,
+    /// The guest may use the slot, and store to it if `writable`.
+    Live { writable: bool },
+    /// The guest is asked to let go of the slot, which still holds the file.
+    Revoking { writable: bool },
+    /// The guest has no slot: it works by messages.
+    Gone,
+}
+
+/// What changes an entry's state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// Free, Revoking or Gone → Live, read-only: the file is in the slot, and the guest has let go of the one before.
+    Map,
+    /// Live → Live, writable: no store can fail.
+    AllowStores,
+    /// Live → Revoking: the guest must let go.
+    Revoke,
+    /// Free, Revoking or Gone → Gone: the slot is lost. The guest has let go of it, had too much time, or never knew of it.
+    Withdraw,
+    /// Any → Free: the last open is released, or the session is over.
+    Release,
+}
+
+impl EntryState {
+    /// The state after `change`; `None` if this state does not allow it.
+    const fn after(self, change: Change) -> Option<Self> {
+        match (change, self) {
+            (Change::Map, Self::Free | Self::Revoking { .. } | Self::Gone) => Some(Self::Live { writable: false }),
+            (Change::AllowStores, Self::Live { .. }) => Some(Self::Live { writable: true }),
+            (Change::Revoke, Self::Live { writable }) => Some(Self::Revoking { writable }),
+            (Change::Withdraw, Self::Free | Self::Revoking { .. } | Self::Gone) => Some(Self::Gone),
+            (Change::Release, _) => Some(Self::Free),
+            // A live entry is revoked before anything else happens to its slot. What is not live cannot be revoked.
+            (Change::Map | Change::Withdraw, Self::Live { .. })
+            | (Change::AllowStores | Change::Revoke, Self::Free | Self::Revoking { .. } | Self::Gone) => None,
+        }
+    }
+
+    /// The entry's `flags` in this state.
+    pub const fn flags(self) -> u32 {
+        match self {
+            Self::Free => 0,
+            Self::Live { writable: false } => VALID,
+            Self::Live { writable: true } => VALID | WRITABLE,
+            Self::Revoking { writable: false } => VALID | REVOKED,
+            Self::Revoking { writable: true } => VALID | WRITABLE | REVOKED,
+            Self::Gone => REVOKED,
+        }
+    }
+
+    pub const fn is_live(self) -> bool {
+        matches!(self, Self::Live { .. })
+    }
+
+    pub const fn is_revoking(self) -> bool {
+        matches!(self, Self::Revoking { .. })
+    }
+
+    /// Whether the guest knows of a slot with the file in it.
+    pub const fn is_mapped(self) -> bool {
+        self.is_live() || self.is_revoking()
+    }
+
+    /// Whether the guest may store to the slot.
+    pub const fn is_writable(self) -> bool {
+        matches!(self, Self::Live { writable: true })
+    }
+
+    /// Whether the guest is told that it has lost the slot, or is about to.
+    const fn is_revoked(self) -> bool {
+        matches!(self, Self::Revoking { .. } | Self::Gone)
+    }
+}
 
 /// What the guest sees of an entry.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Entry {
-    pub flags: u32,
-    /// Of the slot in region 1, in bytes.
+    pub state: EntryState,
+    /// Where the slot begins in region 1, in bytes.
     pub offset: u64,
     /// Bytes of the file that are mapped there.
     pub length: u64,
-    /// Of the file, in bytes.
+    /// Bytes of the file.
     pub size: u64,
     pub nodeid: u64,
     pub change: u64,
     pub generation: u32,
 }
 
-impl Entry {
-    pub fn is_live(&self) -> bool {
-        self.flags & (VALID | REVOKED) == VALID
-    }
-
-    pub fn is_revoking(&self) -> bool {
-        self.flags & (VALID | REVOKED) == VALID | REVOKED
-    }
-}
-
-/// An entry and what the daemon alone knows of it.
+/// An entry, and what only the daemon knows of it.
 #[derive(Default)]
 pub struct Line {
-    pub entry: Entry,
-    /// The slot, offset and length, if there is one: also while the entry is free.
+    entry: Entry,
+    /// The slot, offset and length, if there is one. A free entry may have one too.
     pub slot: Option<(u64, u64)>,
-    /// The first byte that a store may have to find room on the disk for. From `size` on: none.
+    /// The first byte for which a store may have to find room on the disk. There is none if this is `size` or more.
     pub hole: u64,
-    /// Counts the times that `hole` went down: who has it go up by what was so a moment ago looks at it.
+    /// How often `hole` went down. Whoever raises `hole` after a look at the file checks that no hole came about meanwhile.
     pub holes: u64,
-    /// Of the file when it was looked at last, as statx(2) counts them.
+    /// The file's blocks when the daemon last looked, in units of 512 bytes as statx(2) counts them.
     pub blocks: u64,
     /// Sizes to which truncations under way cut the file.
     pub limits: Vec<u64>,
     seq: u32,
+}
+
+impl Line {
+    pub const fn entry(&self) -> Entry {
+        self.entry
+    }
+
+    pub const fn state(&self) -> EntryState {
+        self.entry.state
+    }
+
+    /// Changes the entry's state. Nothing else does.
+    ///
+    /// # Errors
+    /// EAGAIN if the state does not allow the change, or if there is no slot to [`Map`](Change::Map). The entry then stays as it is.
+    pub fn step(&mut self, change: Change) -> Result<(), Errno> {
+        let after = self.entry.state.after(change).ok_or(Errno::AGAIN)?;
+        match change {
+            Change::Map => {
+                (self.entry.offset, self.entry.length) = self.slot.ok_or(Errno::AGAIN)?;
+                self.entry.generation = self.entry.generation.wrapping_add(1).max(1);
+            }
+            Change::Withdraw => {
+                self.slot = None;
+                (self.entry.offset, self.entry.length) = (0, 0);
+            }
+            Change::AllowStores | Change::Revoke | Change::Release => {}
+        }
+        self.entry.state = after;
+        Ok(())
+    }
+
+    /// Sets the node that the entry belongs to.
+    pub const fn set_node(&mut self, nodeid: u64) {
+        self.entry.nodeid = nodeid;
+    }
+
+    /// Sets the file's size, in bytes.
+    pub const fn set_size(&mut self, size: u64) {
+        self.entry.size = size;
+    }
+
+    /// Tells the guest that somebody else changed the file's attributes.
+    pub const fn count_change(&mut self) {
+        self.entry.change = self.entry.change.wrapping_add(1);
+    }
 }
 
 /// Nothing is read back but the acknowledgements. The memory is the guest's to write.
@@ -127,7 +245,7 @@ impl Table {
             write((index * ENTRY_SIZE) as usize, self, &mut line);
         }
         // After the flag, under the lock: a guest that sees the count sees the flag.
-        if line.entry.flags & !before.flags & REVOKED != 0 {
+        if line.entry.state.is_revoked() && !before.state.is_revoked() {
             let mut revocations = self.revocations.lock();
             *revocations = revocations.wrapping_add(1);
             self.put(REVOCATIONS, revocations.to_le(), Ordering::Release);
@@ -178,7 +296,7 @@ fn write(at: usize, to: &impl Words, line: &mut Line) {
     let entry = &line.entry;
     to.put32(at, line.seq.wrapping_add(1), Ordering::Relaxed);
     to.fence(Ordering::Release);
-    to.put32(at + 4, entry.flags, Ordering::Relaxed);
+    to.put32(at + 4, entry.state.flags(), Ordering::Relaxed);
     let words = [entry.offset, entry.length, entry.size, entry.nodeid, entry.change];
     for (word, at) in words.into_iter().zip((at + 8..).step_by(8)) {
         to.put64(at, word, Ordering::Relaxed);
@@ -202,6 +320,101 @@ mod tests {
         table.memory.as_volatile_slice().load(at, order).unwrap()
     }
 
+    const STATES: [EntryState; 6] = [
+        EntryState::Free,
+        EntryState::Live { writable: false },
+        EntryState::Live { writable: true },
+        EntryState::Revoking { writable: false },
+        EntryState::Revoking { writable: true },
+        EntryState::Gone,
+    ];
+
+    const CHANGES: [Change; 5] = [Change::Map, Change::AllowStores, Change::Revoke, Change::Withdraw, Change::Release];
+
+    fn state(flags: u32) -> EntryState {
+        STATES.into_iter().find(|state| state.flags() == flags).unwrap()
+    }
+
+    /// A line with a slot, in a state.
+    fn line_in(state: EntryState) -> Line {
+        let entry = Entry { state, offset: 64, length: 32, size: 9, nodeid: 8, change: 7, generation: 6 };
+        Line { entry, slot: Some((128, 16)), ..Line::default() }
+    }
+
+    #[test]
+    fn flags_are_as_the_protocol_says() {
+        assert_eq!(STATES.map(EntryState::flags), [0, 1, 3, 5, 7, 4]);
+    }
+
+    /// All 30 pairs of a state and a change: flags after it, or none where it is refused.
+    #[test]
+    fn each_state_allows_its_changes_and_no_others() {
+        let [free, live, writable, revoking, revoking_writable, gone] = STATES;
+        let legal = [
+            (free, [Some(live), None, None, Some(gone), Some(free)]),
+            (live, [None, Some(writable), Some(revoking), None, Some(free)]),
+            (writable, [None, Some(writable), Some(revoking_writable), None, Some(free)]),
+            (revoking, [Some(live), None, None, Some(gone), Some(free)]),
+            (revoking_writable, [Some(live), None, None, Some(gone), Some(free)]),
+            (gone, [Some(live), None, None, Some(gone), Some(free)]),
+        ];
+        for (before, afters) in legal {
+            for (change, after) in CHANGES.into_iter().zip(afters) {
+                let mut line = line_in(before);
+                let entry = line.entry();
+                let done = line.step(change);
+                assert_eq!(done, if after.is_some() { Ok(()) } else { Err(Errno::AGAIN) }, "{before:?} {change:?}");
+                assert_eq!(line.state(), after.unwrap_or(before), "{before:?} {change:?}");
+                if after.is_none() {
+                    assert_eq!((line.entry(), line.slot), (entry, Some((128, 16))), "{before:?} {change:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_live_entry_has_its_slot_and_a_new_generation() {
+        let mut line = line_in(EntryState::Free);
+        line.step(Change::Map).unwrap();
+        let live = line.entry();
+        assert_eq!((live.offset, live.length, live.generation), (128, 16, 7));
+        line.step(Change::Revoke).unwrap();
+        let revoking = line.entry();
+        assert_eq!(Entry { state: live.state, ..revoking }, live, "the guest still reads there");
+        line.step(Change::Withdraw).unwrap();
+        let gone = line.entry();
+        assert_eq!((gone.offset, gone.length, gone.generation, line.slot), (0, 0, 7, None));
+        assert_eq!(line.step(Change::Map), Err(Errno::AGAIN), "there is no slot");
+        assert_eq!(line.entry(), gone);
+    }
+
+    #[test]
+    fn a_generation_is_never_0() {
+        let mut line = line_in(EntryState::Gone);
+        line.entry.generation = u32::MAX;
+        line.step(Change::Map).unwrap();
+        assert_eq!(line.entry().generation, 1);
+    }
+
+    #[test]
+    fn a_release_keeps_the_slot() {
+        let mut line = line_in(EntryState::Live { writable: true });
+        line.step(Change::Release).unwrap();
+        assert_eq!((line.state(), line.slot), (EntryState::Free, Some((128, 16))));
+    }
+
+    #[test]
+    fn the_guest_counts_each_revocation_once() {
+        let table = Table::new().unwrap();
+        let step = |change| {
+            table.update(3, |line| line.step(change)).unwrap();
+            get::<u32>(&table, REVOCATIONS, Ordering::Relaxed)
+        };
+        table.update(3, |line| line.slot = Some((0, RANGE)));
+        let counts = [Change::Map, Change::Revoke, Change::Withdraw, Change::Release, Change::Withdraw].map(step);
+        assert_eq!(counts, [0, 1, 1, 1, 2]);
+    }
+
     /// Reads an entry as the guest does.
     fn read(table: &Table, index: u32) -> Entry {
         let at = (index * ENTRY_SIZE) as usize;
@@ -209,7 +422,7 @@ mod tests {
             let seq: u32 = get(table, at, Ordering::Acquire);
             let word = |n: usize| get::<u64>(table, at + 8 * n, Ordering::Relaxed);
             let entry = Entry {
-                flags: get(table, at + 4, Ordering::Relaxed),
+                state: state(get(table, at + 4, Ordering::Relaxed)),
                 offset: word(1),
                 length: word(2),
                 size: word(3),
@@ -277,7 +490,7 @@ mod tests {
             table.put(at, u64::MAX, Ordering::Relaxed);
         }
         assert_eq!(table.entry(1).size, 7);
-        table.update(1, |line| line.entry.flags = VALID | REVOKED);
+        table.update(1, |line| line.entry.state = EntryState::Revoking { writable: false });
         assert_eq!((read(&table, 1), get::<u32>(&table, REVOCATIONS, Ordering::Relaxed)), (table.entry(1), 1));
         table.put(ack_at(1), 9u32.to_le(), Ordering::Relaxed);
         assert_eq!((table.acknowledged(1), table.acknowledged(2)), (9, 0));
@@ -340,9 +553,9 @@ mod orders {
         }
     }
 
-    fn line(n: u32, flags: u32) -> Line {
+    fn line(n: u32, state: EntryState) -> Line {
         let n64 = n.into();
-        let entry = Entry { flags, offset: n64, length: n64, size: n64, nodeid: n64, change: n64, generation: n };
+        let entry = Entry { state, offset: n64, length: n64, size: n64, nodeid: n64, change: n64, generation: n };
         Line { entry, ..Line::default() }
     }
 
@@ -359,9 +572,9 @@ mod orders {
             let writer = thread::spawn({
                 let memory = memory.clone();
                 move || {
-                    let mut line = line(1, 1);
+                    let mut line = line(1, EntryState::Live { writable: false });
                     write(0, &*memory, &mut line);
-                    line.entry = super::orders::line(2, 2).entry;
+                    line.entry = super::orders::line(3, EntryState::Live { writable: true }).entry;
                     write(0, &*memory, &mut line);
                 }
             });
@@ -370,7 +583,7 @@ mod orders {
                 assert_eq!((words, u64::from(generation)), ([n; 3], n));
             }
             writer.join().unwrap();
-            assert_eq!(memory.read(), Some((2, [2; 3], 2)));
+            assert_eq!(memory.read(), Some((3, [3; 3], 3)));
         });
     }
 
@@ -380,7 +593,7 @@ mod orders {
             let memory = Arc::new(Memory::default());
             #[expect(clippy::arc_with_non_send_sync, reason = "loom sees who uses it when")]
             let slot = Arc::new(UnsafeCell::new(1));
-            let mut line = line(1, VALID);
+            let mut line = line(1, EntryState::Live { writable: false });
             write(0, &*memory, &mut line);
             let guest = thread::spawn({
                 let (memory, slot) = (memory.clone(), slot.clone());
@@ -399,7 +612,7 @@ mod orders {
                     memory.ack.store(1, Ordering::Release);
                 }
             });
-            line.entry.flags |= REVOKED;
+            line.step(Change::Revoke).unwrap();
             write(0, &*memory, &mut line);
             while memory.ack.load(Ordering::Acquire) != line.entry.generation {
                 thread::yield_now();
