@@ -1,4 +1,4 @@
-//! A hostile guest against the file system: requests that Linux never sends, and what it gets for them.
+//! A hostile guest against the file system: requests that Linux never sends, and the replies to them.
 
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -19,7 +19,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 const LONG: Duration = Duration::from_secs(20);
 
-/// The id that system calls read as "leave it".
+/// The id that system calls take to mean "leave it as it is".
 const NO_ID: u32 = u32::MAX;
 
 struct Guest {
@@ -56,7 +56,7 @@ impl Guest {
         self.call_as((0, 0), opcode, node, args)
     }
 
-    /// As a process of the guest with these ids.
+    /// Sends a request as a process of the guest with these ids.
     fn call_as(&self, (uid, gid): (u32, u32), opcode: Opcode, node: u64, args: &[u8]) -> Result<Vec<u8>, i32> {
         let (_, header) = self.frontend.header(opcode as u32, node, args.len());
         let header = InHeader { uid, gid, ..InHeader::read_from_bytes(&header).unwrap() };
@@ -67,19 +67,19 @@ impl Guest {
         if out.error == 0 { Ok(body.to_vec()) } else { Err(-out.error) }
     }
 
-    /// Sends a request for which there may be no reply for long.
+    /// Sends a request whose reply may take long.
     fn send(&self, opcode: Opcode, node: u64, args: &[u8]) -> Token {
         let (_, header) = self.frontend.header(opcode as u32, node, args.len());
         self.frontend.submit(1, &[&[&header, args].concat()], &[size_of::<OutHeader>(), 512]).unwrap()
     }
 
-    /// The reply, 0 or an errno.
+    /// Waits for the reply: 0 or an errno.
     fn finish(&self, sent: Token) -> i32 {
         let done = self.frontend.wait_for(1, sent, LONG).unwrap();
         -OutHeader::read_from_prefix(&done.data).unwrap().0.error
     }
 
-    /// The queue is served meanwhile; what was sent before is not answered.
+    /// Checks that the queue is served while this request is not answered.
     fn is_served_without(&self, sent: Token) {
         self.call(Opcode::Getattr, ROOT_ID, GetattrIn::default().as_bytes()).unwrap();
         let none = self.frontend.wait_for(1, sent, Duration::ZERO).map(drop).unwrap_err();
@@ -108,7 +108,7 @@ fn translated(rules: &[&str]) -> Config {
 }
 
 #[test]
-fn nobody_acts_as_the_id_that_means_none() {
+fn no_request_acts_as_the_invalid_id() {
     const SET_ID: u32 = 0o6755;
     let create = CreateIn { flags: libc::O_RDWR as u32, mode: libc::S_IFREG | SET_ID, ..Default::default() };
     let making = [
@@ -130,7 +130,7 @@ fn nobody_acts_as_the_id_that_means_none() {
         for who in [(NO_ID, 0), (0, NO_ID), (NO_ID, NO_ID)] {
             for (opcode, args) in &making {
                 let made = guest.call_as(who, *opcode, ROOT_ID, args).map(drop);
-                // A rule may forbid the other one of the two first.
+                // A rule may forbid the other of the two ids first.
                 assert!(
                     [Err(libc::EINVAL), Err(libc::EPERM)].contains(&made),
                     "{opcode:?} as {who:?}, {rules}: {made:?}"
@@ -145,7 +145,7 @@ fn nobody_acts_as_the_id_that_means_none() {
 }
 
 #[test]
-fn no_group_is_the_id_that_means_none() {
+fn no_group_is_the_invalid_id() {
     let guest = Guest::new(Config::default());
     let groups = [ExtHeader { size: 16, kind: EXT_GROUPS }.as_bytes(), [1, NO_ID].as_bytes()].concat();
     let mkdir = with(MkdirIn { mode: 0o755, umask: 0 }, &[b"n\0", &groups[..]].concat());
@@ -154,7 +154,7 @@ fn no_group_is_the_id_that_means_none() {
 }
 
 #[test]
-fn no_owner_is_the_id_that_means_none() {
+fn no_owner_is_the_invalid_id() {
     let squash = translated(&["squash-guest:0:1000:4294967295"]);
     for config in [Config::default(), squash] {
         let guest = Guest::new(config);
@@ -174,7 +174,7 @@ fn no_owner_is_the_id_that_means_none() {
 }
 
 #[test]
-fn space_is_changed_only_as_linux_asks() {
+fn only_the_modes_of_fallocate_that_linux_sends_are_allowed() {
     let guest = Guest::new(Config::default());
     let contents: Vec<u8> = (0..4 << 12).map(|n| (n >> 12) as u8 + 1).collect();
     std::fs::write(guest.path("f"), &contents).unwrap();
@@ -197,7 +197,7 @@ fn space_is_changed_only_as_linux_asks() {
 }
 
 #[test]
-fn a_rename_leaves_nothing_of_the_daemons() {
+fn a_whiteout_belongs_to_the_translated_user() {
     let guest = Guest::new(translated(&["squash-guest:0:1000:4294967295"]));
     if !rustix::process::geteuid().is_root() {
         return;
@@ -210,18 +210,19 @@ fn a_rename_leaves_nothing_of_the_daemons() {
     for flags in (3..32).map(|bit| 1 << bit) {
         assert_eq!(rename("f", flags), Err(libc::EINVAL), "{flags:#x}");
     }
-    // The kernel puts a device node in the place of the file that goes away, for overlayfs.
+    // The kernel puts a device node in the place of the renamed file, for overlayfs.
     rename("f", libc::RENAME_WHITEOUT).unwrap();
     assert_eq!(std::fs::metadata(guest.path("f")).unwrap().uid(), 1000);
 }
 
-/// A lease on a file (fcntl(2), F_SETLEASE), given back when this is dropped. Whoever opens the file otherwise waits.
+/// A lease on a file (fcntl(2), F_SETLEASE). Other opens of the file wait until this is dropped.
 struct Lease(std::fs::File);
 
 impl Lease {
-    /// None where the file system has no leases.
+    /// `None` if the file system has no leases.
     fn take(path: &std::path::Path, kind: i32) -> Option<Self> {
-        // SAFETY: no memory is involved. The signal, which says that somebody wants the file, would end the process.
+        // SAFETY: no memory is involved. The signal says that another process wants the file. It would end this
+        // process.
         unsafe { libc::signal(libc::SIGIO, libc::SIG_IGN) };
         let file = std::fs::OpenOptions::new().read(true).write(kind == libc::F_WRLCK).open(path).unwrap();
         // SAFETY: as above.
@@ -240,7 +241,7 @@ impl Drop for Lease {
     }
 }
 
-/// Flags of this process's open files at `path`, which the daemon is a part of.
+/// Flags of this process's open files at `path`. The daemon is a part of this process.
 fn flags_of(path: &std::path::Path) -> Vec<i32> {
     let open = std::fs::read_dir("/proc/self/fd").unwrap().map(|entry| entry.unwrap());
     let here = open.filter(|entry| std::fs::read_link(entry.path()).is_ok_and(|target| target == path));
@@ -250,7 +251,7 @@ fn flags_of(path: &std::path::Path) -> Vec<i32> {
 }
 
 #[test]
-fn a_lease_holds_up_its_own_file_alone() {
+fn a_lease_delays_only_its_own_file() {
     let open = |flags: i32| OpenIn { flags: flags as u32, open_flags: 0 }.as_bytes().to_vec();
     let size = SetattrIn { valid: SetattrValid::SIZE.bits(), size: 3, ..Default::default() };
     for (opcode, args, after) in [
@@ -346,9 +347,8 @@ impl Drop for Process {
 }
 
 #[test]
-fn a_guest_that_opens_all_it_can_is_served_on() {
+fn a_guest_that_opens_too_many_files_is_still_served() {
     const LIMIT: usize = 400;
-    // Which of them the tests' user may raise is no matter here.
     let daemon = Process::start(&["--keep-alive", &format!("--rlimit-nofile={LIMIT}")]);
     let entry: EntryOut = daemon.call(Opcode::Lookup, ROOT_ID, b"f\0").unwrap();
     let open = OpenIn { flags: libc::O_RDWR as u32, open_flags: 0 };
@@ -369,7 +369,7 @@ fn a_guest_that_opens_all_it_can_is_served_on() {
     let created = daemon.call::<EntryOut>(Opcode::Create, ROOT_ID, &with(create, b"n\0"));
     assert_eq!(created.map(drop), Err(libc::ENFILE));
     assert!(!daemon.dir.path().join("share/n").exists());
-    // All else goes on.
+    // Everything else still works.
     daemon.call::<AttrOut>(Opcode::Getattr, entry.nodeid, GetattrIn::default().as_bytes()).unwrap();
     daemon.call::<EntryOut>(Opcode::Lookup, ROOT_ID, b"f\0").unwrap();
     let read = ReadIn { fh: fhs[0], size: 8, ..Default::default() };

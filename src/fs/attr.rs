@@ -51,7 +51,7 @@ impl PassthroughFs {
         }
     }
 
-    /// Runs `f` with the handle's descriptor, or else an O_PATH one of the inode.
+    /// Runs `f` with the handle's descriptor or, without a handle, with an O_PATH one.
     fn with_either<R>(
         &self,
         inode: &Arc<Inode>,
@@ -65,7 +65,7 @@ impl PassthroughFs {
     }
 
     fn change(&self, fd: BorrowedFd, a: &SetattrIn, valid: SetattrValid, inode: &Arc<Inode>) -> Result<()> {
-        // Before the mode: a change of owner clears set-id bits on the host too.
+        // The owner comes before the mode, since chown(2) clears set-id bits.
         if valid.intersects(SetattrValid::UID | SetattrValid::GID) {
             let uid = valid.contains(SetattrValid::UID).then(|| self.host_uid(a.uid)).transpose()?;
             let gid = valid.contains(SetattrValid::GID).then(|| self.host_gid(a.gid)).transpose()?;
@@ -89,14 +89,15 @@ impl PassthroughFs {
             let time = |set, now, sec: u64, nsec: u32| match (valid.contains(set), valid.contains(now)) {
                 (false, _) => Timespec { tv_sec: 0, tv_nsec: UTIME_OMIT },
                 (_, true) => Timespec { tv_sec: 0, tv_nsec: UTIME_NOW },
-                // One of the special values would not be the time that it stands for.
+                // UTIME_NOW and UTIME_OMIT are over 999,999,999, and would not be taken for a time.
                 _ => Timespec { tv_sec: sec as i64, tv_nsec: i64::from(nsec.min(999_999_999)) },
             };
             let mut times = Timestamps {
                 last_access: time(SetattrValid::ATIME, SetattrValid::ATIME_NOW, a.atime, a.atimensec),
                 last_modification: time(SetattrValid::MTIME, SetattrValid::MTIME_NOW, a.mtime, a.mtimensec),
             };
-            // Of a write in place, and no process's own: somebody else may have written later.
+            // FATTR_CTIME marks the time of a write in place: a process's utimensat(2) never sets it. If another
+            // process has written later, its time stays.
             if valid.contains(SetattrValid::CTIME)
                 && self.passing().is_some()
                 && is_written_later(&stat(fd, c"")?, &times.last_modification)
@@ -165,7 +166,7 @@ impl Attrs for PassthroughFs {
         })
     }
 
-    /// The guest's kernel checks permissions by itself (default_permissions); this serves whoever asks all the same.
+    /// Linux checks permissions by itself (default_permissions) and does not send ACCESS. This serves other guests.
     fn access(&self, node: u64, uid: u32, gid: u32, mask: u32) -> Result<()> {
         if uid == NO_ID || gid == NO_ID {
             return Err(Errno::INVAL);
@@ -233,7 +234,7 @@ pub(super) fn decode_rdev(rdev: u32) -> u64 {
     makedev(rdev >> 8 & 0xfff, rdev & 0xff | rdev >> 12 & 0xfff00)
 }
 
-/// Whether the file was written after `time`. A modification time of the future was set by somebody, not by a write.
+/// Whether the file was written after `time`. A modification time in the future does not come from a write.
 fn is_written_later(st: &Statx, time: &Timespec) -> bool {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let mtime = (st.stx_mtime.tv_sec, i64::from(st.stx_mtime.tv_nsec));

@@ -1,4 +1,4 @@
-//! What the command line asks of the file system.
+//! The file system's options.
 
 use super::idmap::IdMap;
 use super::xattrmap::XattrMap;
@@ -52,12 +52,12 @@ pub struct Migration {
     pub verify_handles: bool,
     /// `--migration-confirm-paths`
     pub confirm_paths: bool,
-    /// As a target, open what the source names by file handle. Such a handle can name any file of the file system, in the
-    /// share or not.
+    /// As a target, open the file handles that the source sends. Such a handle can name any file of the file system,
+    /// even one outside of the share.
     pub trust_handles: bool,
 }
 
-/// What the file system is asked to do, as the command line says it.
+/// The options of a [`PassthroughFs`](super::PassthroughFs), as on the command line.
 #[derive(Clone, Debug)]
 pub struct Config {
     pub cache: CachePolicy,
@@ -79,11 +79,11 @@ pub struct Config {
     pub gid_map: IdMap,
     pub xattrmap: Option<XattrMap>,
     pub migration: Migration,
-    /// Most inodes that the guest may know.
+    /// The most inodes that the guest may know.
     pub max_inodes: usize,
     /// Smallest file that the guest is told to map (`--dax-min-size`), in bytes.
     pub dax_min_size: u64,
-    /// Smallest file that is passed through (`--passthrough-min-size`), in bytes.
+    /// Smallest file that gets passthrough (`--passthrough-min-size`), in bytes.
     pub passthrough_min_size: u64,
 }
 

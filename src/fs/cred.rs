@@ -1,7 +1,7 @@
 //! The calling thread's identity: who creates a file, and whether set-id bits survive a write.
 //!
-//! Each worker has a working directory and a umask of its own (unshare(CLONE_FS)). The directory is /proc/self/fd, where an
-//! O_PATH descriptor has a path: its number.
+//! Each worker has a working directory and a umask of its own (unshare(CLONE_FS)). The directory is /proc/self/fd,
+//! where an O_PATH descriptor has a path: its number.
 
 use std::cell::Cell;
 use std::os::fd::BorrowedFd;
@@ -74,8 +74,8 @@ impl Identity {
     /// Acts as `uid`, `gid` and the supplementary `group`, with `umask`.
     ///
     /// The guest has checked its user's permission, with all of the user's groups. If it cannot say which group counts
-    /// (`trust`), the thread overrides the host's check. The guest's root acts as the daemon's own user, since an ordinary
-    /// user's daemon can be nobody else.
+    /// (`trust`), the thread overrides the host's check. The guest's root acts as the daemon's own user, since an
+    /// ordinary user's daemon can be nobody else.
     ///
     /// # Errors
     /// EPERM if the daemon may not act as that user, EINVAL for [`NO_ID`].
@@ -118,7 +118,8 @@ impl Drop for Identity {
         let (uid, gid) = OWN.get();
         let undo = || -> Result<()> {
             if self.uid {
-                // Back at euid 0 the kernel makes all permitted capabilities effective. For other users it changes none.
+                // Back at euid 0 the kernel makes all permitted capabilities effective. For other users it changes
+                // none.
                 set_euid(uid)?;
                 let caps = CAPS.get();
                 if !uid.is_root() || caps.effective != caps.permitted {

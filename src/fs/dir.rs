@@ -12,7 +12,8 @@ use super::{CachePolicy, PassthroughFs, sys};
 use crate::fuse::abi::*;
 use crate::fuse::ops::{DirSink, Dirs, Result};
 
-/// Bytes that one getdents64(2) asks for. As glibc's readdir(3) does; a 100,000-entry directory takes 100 calls.
+/// Bytes that one getdents64(2) asks for: as many as glibc's readdir(3). A directory of 100,000 entries takes 100
+/// calls.
 const BATCH: usize = 32 << 10;
 
 /// linux_dirent64 of include/linux/dirent.h, without the name.
@@ -28,7 +29,7 @@ struct LinuxDirent {
 const NAME_OFFSET: usize = size_of::<LinuxDirent>();
 
 impl DirState {
-    /// The entry at the position, and where the next one starts. None: read more.
+    /// The entry at the position, and where the next one starts. `None`: the buffer has no more.
     fn peek(&self) -> Result<Option<(Dirent, &CStr, usize)>> {
         let Some(rest) = self.entries.get(self.at..).filter(|rest| !rest.is_empty()) else { return Ok(None) };
         let (head, tail) = LinuxDirent::read_from_prefix(rest).map_err(|_| Errno::IO)?;
@@ -70,14 +71,14 @@ impl DirState {
         }
     }
 
-    /// Frees the buffer at the end of a request, unless there is more in it and it may stay.
+    /// Frees the buffer at the end of a request. A buffer with entries left stays if there are not too many.
     fn rest(&mut self) {
         if self.at == self.entries.len() {
             (self.entries, self.at, self.kept) = (Vec::new(), 0, None);
         } else if self.kept.is_none() {
             self.kept = self.listings.keep();
             if self.kept.is_none() {
-                // What is in it comes again.
+                // The entries are read again.
                 (self.entries, self.at, self.offset) = (Vec::new(), 0, None);
             }
         }
@@ -85,7 +86,7 @@ impl DirState {
 }
 
 impl PassthroughFs {
-    /// Calls `each` for the entries from `offset` on until it has no room or there are no more.
+    /// Calls `each` for the entries from `offset` on, until it returns false or there are no more.
     fn list(
         &self,
         node: u64,
@@ -134,7 +135,7 @@ impl Dirs for PassthroughFs {
             if !sink.fits(name.count_bytes()) {
                 return Ok(false);
             }
-            // An entry of nodeid 0 is a name alone: for "." and "..", and for what is gone since.
+            // Nodeid 0 makes it a mere name: for "." and "..", and for a file that was removed meanwhile.
             let entry = match name.to_bytes() {
                 b"." | b".." => EntryOut::default(),
                 _ => self.enter(&parent, dir, name, true).unwrap_or_default(),

@@ -20,8 +20,8 @@ use crate::fuse::abi::*;
 use crate::fuse::buf::IoRange;
 use crate::fuse::ops::{Creator, Files, Result, Wait};
 
-/// The modes of fallocate(2) that Linux sends. The others move or cut a file's contents, which may be mapped: the window's
-/// guard does not see that.
+/// The modes of fallocate(2) that Linux sends. Other modes move or cut a file's contents, which may be mapped. The
+/// window's guard does not see that.
 const SPACE: [FallocateFlags; 5] = [
     FallocateFlags::empty(),
     FallocateFlags::KEEP_SIZE,
@@ -31,15 +31,15 @@ const SPACE: [FallocateFlags; 5] = [
 ];
 
 impl PassthroughFs {
-    /// The host's open flags for the guest's. O_APPEND is left to each write, which alone knows whether it comes from the
-    /// guest's page cache and has an offset.
+    /// The host's open flags for the guest's. Without O_APPEND: a write from the guest's page cache has an offset, so
+    /// each write decides whether it appends.
     fn host_flags(&self, flags: u32) -> OFlags {
         let mut keep = OFlags::ACCMODE | OFlags::TRUNC | OFlags::DSYNC | OFlags::SYNC | OFlags::LARGEFILE;
         keep.set(OFlags::DIRECT, self.config.allow_direct_io);
         keep.set(OFlags::NOATIME, self.config.preserve_noatime);
         let mut host = OFlags::from_bits_retain(flags) & keep | OFlags::NOCTTY | OFlags::CLOEXEC;
         if self.has(InitFlags::WRITEBACK_CACHE) && host & OFlags::ACCMODE == OFlags::WRONLY {
-            // The guest's page cache reads what it writes in part.
+            // To write a part of a page, the guest's page cache reads the page.
             host = host & !OFlags::ACCMODE | OFlags::RDWR;
         }
         host
@@ -52,7 +52,8 @@ impl PassthroughFs {
         self.writable()
     }
 
-    /// Runs `open` with flags, and again with the guest's own access mode where the wider one is denied.
+    /// Runs `open` with the host's flags. If that is denied and they allow more than the guest's access mode, tries
+    /// that mode.
     fn try_open(&self, guest: u32, open: impl Fn(OFlags) -> Result<OwnedFd>) -> Result<OwnedFd> {
         let flags = self.host_flags(guest);
         self.may_open(flags)?;
@@ -64,7 +65,7 @@ impl PassthroughFs {
         }
     }
 
-    /// Gives the guest an open file. `flags`: its own. `out`: the reply's body.
+    /// Gives the guest an open file. `flags`: the guest's. `out`: makes the reply's body.
     fn opened<T: IntoBytes + Immutable>(
         &self,
         inode: &Arc<Inode>,
@@ -77,21 +78,22 @@ impl PassthroughFs {
         let mut open_flags = match self.config.cache {
             CachePolicy::Auto => OpenFlags::empty(),
             CachePolicy::Always => OpenFlags::KEEP_CACHE,
-            // The host's file system orders writes to one file by itself.
+            // The host's file system orders parallel writes to one file.
             CachePolicy::Never | CachePolicy::Metadata => OpenFlags::DIRECT_IO | OpenFlags::PARALLEL_DIRECT_WRITES,
         };
         let entry = self.count(inode, file.as_fd(), flags);
         let mut handle = self.handle(inode, file);
         handle.heard = inode.failures.heard();
         handle.plain = handle.host.open_is_open && self.is_plain(flags);
-        // Nothing can be dirty by this handle, for a shared mapping that is written needs O_RDWR; no file system waits for its
-        // close, and no lock goes with it. With writeback the guest's kernel sends FLUSH all the same.
+        // The guest need not send FLUSH if a close has no effect: the file system does nothing at close(2), there are
+        // no POSIX locks, and no mapping can be dirty (a writable shared mapping needs O_RDWR). With writeback Linux
+        // sends it anyway.
         let unmapped = flags & libc::O_ACCMODE as u32 != libc::O_RDWR as u32;
         open_flags.set(OpenFlags::NOFLUSH, unmapped && !handle.host.flushes && !self.config.posix_lock);
         let fh = self.handles.insert(handle).inspect_err(|_| self.uncount(inode.id))?;
         let out = move |entry: Option<u32>| {
             out(match entry {
-                // There is no cache that the other flags could be about.
+                // The other flags are about the guest's page cache, which is not used.
                 Some(index) => OpenOut { fh, open_flags: OpenFlags::PASSTHROUGH.bits(), backing_id: index as i32 },
                 None => OpenOut { fh, open_flags: open_flags.bits(), backing_id: 0 },
             })
@@ -107,7 +109,7 @@ impl PassthroughFs {
         Ok(())
     }
 
-    /// Whether such an open is like any other for reading. A lock goes with its own.
+    /// Whether any other open for reading could take this one's place. With locks none can.
     fn is_plain(&self, flags: u32) -> bool {
         let special = self.host_flags(flags) - (OFlags::NOCTTY | OFlags::CLOEXEC | OFlags::LARGEFILE);
         special.is_empty() && !self.config.flock && !self.config.posix_lock
@@ -121,7 +123,7 @@ impl PassthroughFs {
         }
     }
 
-    /// An open that was counted is over.
+    /// Takes back a [`count`](Self::count).
     fn uncount(&self, node: u64) {
         self.passing().into_iter().for_each(|pass| pass.release(node));
     }
@@ -135,7 +137,7 @@ impl PassthroughFs {
         out: impl FnOnce(OpenOut) -> T + Send + 'static,
     ) -> Result<()> {
         let inode = self.inodes.get(node)?;
-        // A device or FIFO is the guest's own affair; to open the host's could block or act.
+        // The guest opens devices and FIFOs by itself. Opening the host's could block, or do something.
         if inode.format() != libc::S_IFREG {
             return Err(Errno::BADF);
         }
@@ -163,10 +165,10 @@ impl PassthroughFs {
         self.opened(&inode, file, open.flags, reply, out)
     }
 
-    /// Opens what was there already when the guest wanted to make it.
+    /// Opens a file that the guest wanted to create and that exists.
     ///
     /// # Errors
-    /// ESTALE where that could wait: the guest looks again and then sends an OPEN.
+    /// ESTALE if the open could wait. The guest then looks the name up and sends an OPEN.
     fn open_found(&self, entry: EntryOut, create: &CreateIn, reply: &mut Reply) -> Result<()> {
         let node = entry.nodeid;
         let truncates = create.flags & libc::O_TRUNC as u32 != 0;
@@ -180,7 +182,7 @@ impl PassthroughFs {
         }
     }
 
-    /// Enters and opens a file that was made just now.
+    /// Enters and opens a new file.
     fn enter_new(&self, parent: u64, file: OwnedFd, flags: u32, by: &Creator, reply: &mut Reply) -> Result<()> {
         let parent = self.inodes.get(parent)?;
         let st = stat(file.as_fd(), c"")?;
@@ -198,10 +200,10 @@ impl PassthroughFs {
         cred::keep_setid(!kill);
     }
 
-    /// Removes file capabilities that are kept under another name, as the kernel does with its own.
+    /// Removes the file's capabilities if `--xattrmap` keeps them under another name. The kernel only removes its own.
     pub(super) fn drop_capability(&self, fd: BorrowedFd) {
         if let Some(name) = &self.capability {
-            // Most files have none.
+            // Fails for most files: they have none.
             let _ = fs::removexattr(FdPath::new(fd).as_cstr(), &**name);
         }
     }
@@ -215,17 +217,17 @@ impl Files for PassthroughFs {
     fn truncating_waits(&self, node: u64, fh: Option<u64>) -> Result<Option<Wait>> {
         let inode = self.inodes.get(node)?;
         if inode.format() != libc::S_IFREG {
-            // It gets its error at once.
+            // The truncation fails at once.
             return Ok(None);
         }
         self.writable()?;
-        // The window may have to wait for the frontend, which must not wait for this.
+        // The window may wait for the frontend, and the frontend must not wait for the worker.
         if self.window.is_some() {
             return Ok(Some(Wait::Others));
         }
         let size = match fh {
             Some(fh) => stat(self.handles.get(node, fh)?.fd(), c"")?.stx_size,
-            // To truncate it by its name breaks a lease.
+            // truncate(2) breaks a lease.
             None => match inode.open(&self.places, OFlags::WRONLY) {
                 Err(Errno::AGAIN) => return Ok(Some(Wait::Others)),
                 file => stat(file?.as_fd(), c"")?.stx_size,
@@ -282,14 +284,15 @@ impl Files for PassthroughFs {
 
     fn file_for_read(&self, node: u64, read: &ReadIn) -> Result<Option<OwnedFd>> {
         let handle = self.handles.get(node, read.fh)?;
-        // The guard of another daemon cannot tell a read by io_uring from a truncation, and would end its guest's mappings. A file
-        // that this guest has mapped may well be mapped by others too. A thread's system call shows that it reads.
+        // Another daemon's guard cannot tell a read by io_uring from a truncation, and would end its own guest's
+        // mappings. If this guest has mapped the file, others probably have too. The system call of a thread shows that
+        // it reads.
         Ok(if self.is_mapped(node) { None } else { handle.copy().ok() })
     }
 
     fn file_for_write(&self, node: u64, write: &WriteIn) -> Result<Option<OwnedFd>> {
         let handle = self.handles.get(node, write.fh)?;
-        // What is mapped has to be told, and what is named otherwise removed, after the write.
+        // After the write, a window must hear of it, and capabilities under another name must go.
         let alone = self.window.is_none() && self.capability.is_none() && write.flags & libc::O_APPEND as u32 == 0;
         self.set_id_kept(write);
         Ok(if alone { handle.copy().ok() } else { None })
@@ -328,8 +331,8 @@ impl Files for PassthroughFs {
     }
 
     fn release(&self, node: u64, release: &ReleaseIn) -> Result<()> {
-        // The close drops the handle's flock lock. Locks of the open file description (F_OFD_SETLK) have an owner that no
-        // FLUSH names; a process's own are gone by now.
+        // The close drops the handle's flock lock. A FLUSH has dropped a process's POSIX locks. Locks of the open file
+        // description (F_OFD_SETLK) have an owner that no FLUSH names.
         let handle = self.handles.remove(node, release.fh)?;
         for owner in handle.take_lock_owners() {
             self.locks.drop_owner(node, owner);
@@ -346,7 +349,7 @@ impl Files for PassthroughFs {
     fn fsync(&self, node: u64, fh: u64, datasync: bool) -> Result<()> {
         self.sync_mappings(node);
         let handle = self.handles.get(node, fh)?;
-        // Both tell of one failure once.
+        // Each of the two reports a failure once.
         let synced = if datasync { fdatasync(handle.fd()) } else { fsync(handle.fd()) };
         self.inodes.get(node)?.failures.tell(&handle.heard).and(synced)
     }
@@ -361,7 +364,7 @@ impl Files for PassthroughFs {
         let handle = self.handles.get(node, a.fh)?;
         if mode.intersects(FallocateFlags::PUNCH_HOLE | FallocateFlags::ZERO_RANGE) {
             self.punch(handle.fd(), a, mode, node)?;
-            // It may have made the file longer.
+            // FALLOC_FL_ZERO_RANGE may make the file longer.
             self.passing().iter().for_each(|pass| pass.wrote(node, handle.fd(), Some(a.offset), 0));
             return Ok(());
         }
@@ -377,7 +380,7 @@ impl Files for PassthroughFs {
         let to = match whence as i32 {
             libc::SEEK_DATA => SeekFrom::Data(offset),
             libc::SEEK_HOLE => SeekFrom::Hole(offset),
-            // The guest's kernel does the others by itself.
+            // The guest's kernel handles the others.
             _ => return Err(Errno::INVAL),
         };
         seek(self.handles.get(node, fh)?.fd(), to)
@@ -391,13 +394,13 @@ impl Files for PassthroughFs {
         let to = self.handles.get(a.nodeid_out, a.fh_out)?;
         cred::keep_setid(true);
         if self.keeps_blocks(node) || self.keeps_blocks(a.nodeid_out) {
-            // The guest's kernel copies by itself then.
+            // The guest's kernel then reads and writes.
             return Err(Errno::OPNOTSUPP);
         }
         self.grows(a.nodeid_out, a.off_out)?;
         let (mut off_in, mut off_out) = (a.off_in, a.off_out);
         let len = usize::try_from(a.len).map_err(|_| Errno::INVAL)?;
-        // As with `punch`.
+        // Opened anew, for the reason given at `punch`.
         let fresh = |node, flags| if from.host.shares_blocks { self.fresh(node, flags) } else { None };
         let (fresh_from, fresh_to) = (fresh(node, OFlags::RDONLY), fresh(a.nodeid_out, OFlags::WRONLY));
         let (source, target) = match (&fresh_from, &fresh_to) {
@@ -415,7 +418,7 @@ impl Files for PassthroughFs {
     fn syncfs(&self, node: u64) -> Result<()> {
         let inode = self.inodes.get(node)?;
         self.window.iter().for_each(|window| window.sync_all());
-        // syncfs(2) takes no O_PATH descriptor. The guest asks by a mount's root, which is a directory.
+        // syncfs(2) takes no O_PATH descriptor. The guest sends the root of a mount, which is a directory.
         match inode.format() {
             libc::S_IFDIR => fs::syncfs(inode.open(&self.places, OFlags::RDONLY | OFlags::DIRECTORY)?),
             _ => Err(Errno::INVAL),

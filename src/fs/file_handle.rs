@@ -31,8 +31,8 @@ impl Mounts {
     /// A handle of this file. The first of each mount was seen to open.
     ///
     /// # Errors
-    /// Those of name_to_handle_at(2) and open_by_handle_at(2). EOPNOTSUPP if the first file of a mount is neither a directory
-    /// nor a regular file.
+    /// Those of name_to_handle_at(2) and open_by_handle_at(2). EOPNOTSUPP if the first file of a mount is neither a
+    /// directory nor a regular file.
     pub fn handle(&self, fd: BorrowedFd) -> Result<FileHandle> {
         let (raw, mount) = sys::name_to_handle(fd)?;
         let (mount, new) = self.mount(mount, fd)?;

@@ -19,13 +19,13 @@ pub struct Handle {
     pub node: u64,
     /// The file system on which it lies.
     pub host: Arc<HostFs>,
-    /// Opened for reading alone and by nothing but that: at its end it may serve the next such open.
+    /// Opened for reading, with no other flag. When the guest closes it, the next such open may have it.
     pub plain: bool,
-    /// For directories: where the listing is.
+    /// The position of the listing, of a directory.
     dir: Option<Box<Mutex<DirState>>>,
-    /// Owners of POSIX locks that were asked for through this handle.
+    /// Owners that have asked for POSIX locks through this handle.
     lock_owners: Mutex<HashSet<u64>>,
-    /// What it has heard of [`super::inode::Failures`].
+    /// The last of [`super::inode::Failures`] that it has heard of.
     pub heard: AtomicU32,
 }
 
@@ -40,17 +40,17 @@ impl Handle {
     }
 
     /// # Errors
-    /// ENOTDIR where this is a file.
+    /// ENOTDIR if this is a file.
     pub fn listing(&self) -> Result<MutexGuard<'_, DirState>> {
         Ok(self.dir.as_ref().ok_or(Errno::NOTDIR)?.lock())
     }
 
-    /// Notes an owner whose locks go with this handle.
+    /// Notes an owner whose locks end with this handle.
     pub fn locked_by(&self, owner: u64) {
         self.lock_owners.lock().insert(owner);
     }
 
-    /// Forgets these owners.
+    /// The owners whose locks end with this handle. It forgets them.
     pub fn take_lock_owners(&self) -> HashSet<u64> {
         std::mem::take(&mut self.lock_owners.lock())
     }
@@ -63,21 +63,21 @@ impl Handle {
         self.file
     }
 
-    /// The open file, for who may use it longer than the handle lives.
+    /// Another descriptor of the open file, which may outlive the handle.
     pub fn copy(&self) -> Result<OwnedFd> {
         fcntl_dupfd_cloexec(&self.file, 0)
     }
 }
 
-/// Directory entries that were read and not yet taken.
+/// Directory entries that were read and not yet sent.
 pub struct DirState {
     pub entries: Vec<u8>,
     /// Start of the next entry in `entries`.
     pub at: usize,
-    /// The position that `at` is at (d_off of the entry before). None: the descriptor is somewhere else.
+    /// The directory's position at `at`: d_off of the entry before. `None`: the descriptor is at another position.
     pub offset: Option<u64>,
     pub listings: Arc<Listings>,
-    /// For `entries` to stay from one request to the next.
+    /// Held while `entries` stay from one request to the next.
     pub kept: Option<Listing>,
 }
 
@@ -87,7 +87,7 @@ impl DirState {
     }
 }
 
-/// How many handles keep directory entries.
+/// The number of handles that keep directory entries.
 #[derive(Default)]
 pub struct Listings(AtomicUsize);
 
@@ -95,7 +95,7 @@ pub struct Listings(AtomicUsize);
 pub struct Listing(Arc<Listings>);
 
 impl Listings {
-    /// None where there are too many.
+    /// `None` if there are too many.
     pub fn keep(self: &Arc<Self>) -> Option<Listing> {
         let more = |kept| (kept < limits::LISTINGS).then_some(kept + 1);
         self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).ok()?;
@@ -114,11 +114,11 @@ impl Drop for Listing {
     }
 }
 
-/// Slots that a migration may fill: more handles than a source has whose limit of descriptors is the default million
-/// (`--rlimit-nofile`). It bounds what a damaged `fh` can cost: 100 MiB.
+/// Slots that a migration may fill: more than the default limit of descriptors, a million (`--rlimit-nofile`). This
+/// limits what a damaged `fh` can cost to 100 MiB.
 const MAX_RESTORED: u32 = 1 << 20;
 
-/// A slot's handle, and how often the slot was used: an `fh` names one use of one slot.
+/// A slot's handle, and how often the slot was used. An `fh` names one use of one slot.
 #[derive(Default)]
 struct Slot {
     generation: u32,
@@ -127,16 +127,16 @@ struct Slot {
     lost: Option<u64>,
 }
 
-/// Slots in the first chunk; each chunk is twice as long as the one before it.
+/// Slots in the first chunk. Each chunk is twice as long as the one before it.
 const FIRST_CHUNK: usize = 64;
-/// Chunks that hold more handles than a process can have descriptors (fs.nr_open is at most 2^30 or so).
+/// Number of chunks. Together they hold 2^31 handles; a process has at most 2^30 descriptors (fs.nr_open).
 const CHUNKS: usize = 25;
 
-/// All handles of a session. A slot stays where it is, so that one handle's use never waits for another's OPEN or
-/// RELEASE, and OPEN allocates nothing once there were as many handles.
+/// All handles of a session. Slots never move. So a handle's use does not wait for another's OPEN or RELEASE, and OPEN
+/// allocates nothing if there were as many handles before.
 ///
-/// Lock rule: `free` is never held together with a slot's lock. A slot is locked for reading while its handle is in use, recursively where one
-/// request uses it twice.
+/// Lock rule: `free` is never held together with a slot's lock. A slot is locked for reading while its handle is in
+/// use. The lock is recursive, since one request may use a handle twice.
 pub struct Handles {
     chunks: [OnceLock<Box<[RwLock<Slot>]>>; CHUNKS],
     free: Mutex<Free>,
@@ -145,7 +145,7 @@ pub struct Handles {
 #[derive(Default)]
 struct Free {
     slots: Vec<u32>,
-    /// Slots that were ever used.
+    /// Number of slots that were ever used.
     used: u32,
 }
 
@@ -182,7 +182,7 @@ impl Handles {
     /// Gives the handle an `fh`.
     ///
     /// # Errors
-    /// ENFILE where there are too many.
+    /// ENFILE if there are too many.
     pub fn insert(&self, handle: Handle) -> Result<u64> {
         let index = {
             let mut free = self.free.lock();
@@ -204,7 +204,7 @@ impl Handles {
     /// The handle `fh` of the inode `node`.
     ///
     /// # Errors
-    /// EBADF where there is none.
+    /// EBADF if there is none, EIO if a migration lost it.
     pub fn get(&self, node: u64, fh: u64) -> Result<InUse<'_>> {
         let slot = self.slot(fh as u32).ok_or(Errno::BADF)?.read_recursive();
         match &slot.handle {
@@ -214,7 +214,7 @@ impl Handles {
         }
     }
 
-    /// Calls `each` with all handles and their `fh`, and with the nodeid alone of those that are lost.
+    /// Calls `each` with each `fh`, and with its handle or, if a migration lost it, with its nodeid.
     pub fn for_each(&self, mut each: impl FnMut(u64, std::result::Result<&Handle, u64>)) {
         let used = self.free.lock().used;
         for index in 0..used {
@@ -229,11 +229,11 @@ impl Handles {
         }
     }
 
-    /// Enters a handle that another daemon gave this `fh`, or only the nodeid of one that is lost. There are no requests
+    /// Enters a handle that another daemon gave this `fh`, or the nodeid of a lost one. There must be no requests
     /// before [`restored`](Self::restored).
     ///
     /// # Errors
-    /// EEXIST where there is one in its place, ENFILE where no daemon can have given it.
+    /// EEXIST if its slot is taken, ENFILE if no daemon can have given this `fh`.
     pub fn restore(&self, fh: u64, handle: std::result::Result<Handle, u64>) -> Result<()> {
         let index = fh as u32;
         if index >= MAX_RESTORED {
@@ -252,7 +252,7 @@ impl Handles {
         Ok(())
     }
 
-    /// Makes the slots up to `index` ones that were used.
+    /// Counts the slots up to `index` as used.
     fn make_used(&self, index: u32) -> Result<()> {
         let mut free = self.free.lock();
         while free.used <= index {
@@ -262,7 +262,7 @@ impl Handles {
         Ok(())
     }
 
-    /// To be called when all are restored, before there are requests.
+    /// To be called when all handles are restored, before there are requests.
     pub fn restored(&self) {
         let used = self.free.lock().used;
         let is_free = |index: &u32| {
@@ -275,7 +275,10 @@ impl Handles {
         self.free.lock().slots = slots;
     }
 
-    /// Takes the handle out.
+    /// Removes the handle.
+    ///
+    /// # Errors
+    /// As [`get`](Self::get).
     pub fn remove(&self, node: u64, fh: u64) -> Result<Handle> {
         let handle = {
             let mut slot = self.slot(fh as u32).ok_or(Errno::BADF)?.write();
@@ -291,7 +294,7 @@ impl Handles {
         handle
     }
 
-    /// Closes all.
+    /// Closes all handles.
     pub fn clear(&self) {
         let used = self.free.lock().used;
         for index in 0..used {

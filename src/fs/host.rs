@@ -1,4 +1,4 @@
-//! What the host's file systems are like, of which a share may have several.
+//! Properties of the host's file systems. A share may have several.
 
 use std::io::IoSliceMut;
 use std::os::fd::BorrowedFd;
@@ -13,7 +13,7 @@ use super::sys;
 use crate::fuse::buf::IoRange;
 use crate::window::Stores;
 
-/// File systems on which close(2) neither writes nor reports anything (statfs(2)'s f_type).
+/// File systems on which close(2) neither writes nor reports anything, by statfs(2)'s f_type.
 const LOCAL: [i64; 8] = [
     libc::EXT4_SUPER_MAGIC,
     libc::XFS_SUPER_MAGIC,
@@ -29,26 +29,26 @@ const LOCAL: [i64; 8] = [
 /// RAMFS_MAGIC of include/uapi/linux/magic.h.
 const RAMFS: i64 = 0x8584_58f6;
 
-/// One file system.
+/// A file system.
 #[derive(Debug, Default)]
 pub struct HostFs {
-    /// A close of a file means something.
+    /// close(2) writes or reports something.
     pub flushes: bool,
-    /// All of it is in memory: nothing waits.
+    /// It is in memory: nothing waits for a disk.
     pub in_memory: bool,
-    /// An open file is as good as one opened now: no server is asked at open(2), and there is no copy-up.
+    /// A file that is open is as good as one that is opened now: open(2) asks no server and copies nothing up.
     pub open_is_open: bool,
     /// A copy of a file may share its blocks.
     pub shares_blocks: bool,
-    /// What is stored in place may take new blocks each time.
+    /// A store to a mapped page may take new blocks each time.
     pub copies_on_write: bool,
-    /// It does not say whether a read would wait (RWF_NOWAIT).
+    /// It does not support RWF_NOWAIT, and so does not say whether a read would wait.
     silent: AtomicBool,
 }
 
 impl HostFs {
     fn of(fd: BorrowedFd) -> Self {
-        // One that tells nothing may do anything at close.
+        // If this fails, anything may happen at close(2).
         let kind = fstatfs(fd).map_or(0, |st| st.f_type);
         let in_memory = matches!(kind, libc::TMPFS_MAGIC | RAMFS);
         let flushes = !LOCAL.contains(&kind);
@@ -59,11 +59,11 @@ impl HostFs {
         Self { flushes, in_memory, open_is_open, shares_blocks, copies_on_write, silent }
     }
 
-    /// Reads what is in memory; `None` if that is not all there is to read.
+    /// Reads what is in memory. `None` if some of it is not.
     pub fn read_cached(&self, fd: BorrowedFd, to: &IoRange, offset: u64) -> Result<Option<usize>, Errno> {
         if self.silent.load(Ordering::Relaxed) {
-            // A local one without RWF_NOWAIT, such as overlayfs, most often has it in memory: to ask another thread each
-            // time would cost more than the few waits.
+            // A local file system without RWF_NOWAIT, such as overlayfs, has most data in memory. Handing each read to
+            // another thread would cost more than the few waits.
             return if self.flushes { Ok(None) } else { sys::preadv(fd, to, offset, 0).map(Some) };
         }
         match sys::preadv(fd, to, offset, libc::RWF_NOWAIT) {
@@ -79,18 +79,18 @@ impl HostFs {
     }
 }
 
-/// Whether a file has nothing at `offset`, as far as one can see without waiting.
+/// Whether the file is known to end at `offset` or before, without waiting.
 fn is_end(fd: BorrowedFd, offset: u64) -> bool {
     let mut byte = [0];
     matches!(preadv2(fd, &mut [IoSliceMut::new(&mut byte)], offset, ReadWriteFlags::NOWAIT), Ok(0))
 }
 
-/// All of them, by device number.
+/// The file systems that were met, by device number.
 #[derive(Default)]
 pub struct Hosts(DashMap<u64, Arc<HostFs>>);
 
 impl Hosts {
-    /// The file system with this device number, if it was met.
+    /// The file system with this device number, if a file of it was opened before.
     pub fn known(&self, dev: u64) -> Option<Arc<HostFs>> {
         self.0.get(&dev).map(|known| known.clone())
     }

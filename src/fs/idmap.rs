@@ -5,7 +5,8 @@ use std::str::FromStr;
 use rustix::io::Errno;
 use thiserror::Error;
 
-/// It is no user and no group: chown(2) and setresuid(2) read it as "leave the id as it is". No range may hold it.
+/// No user and no group has this id: chown(2) and setresuid(2) take it to mean "leave the id as it is". No range may
+/// contain it.
 pub const NO_ID: u32 = u32::MAX;
 
 /// Why the guest may not act as an id, or give a file to it.
@@ -13,12 +14,12 @@ pub const NO_ID: u32 = u32::MAX;
 pub enum BadId {
     #[error("the guest may not use id {0}")]
     Forbidden(u32),
-    #[error("{NO_ID} is no id")]
+    #[error("{NO_ID} is not an id")]
     None,
 }
 
 impl BadId {
-    /// What the guest gets.
+    /// The error that the guest gets.
     pub fn errno(self) -> Errno {
         match self {
             Self::Forbidden(_) => Errno::PERM,
@@ -27,16 +28,16 @@ impl BadId {
     }
 }
 
-/// What is wrong with a translation rule, in one line.
+/// What is wrong with a translation rule.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum IdMapError {
-    #[error("unknown kind '{0}': one of guest, host, squash-guest, squash-host, forbid-guest, map")]
+    #[error("unknown kind '{0}': use one of guest, host, squash-guest, squash-host, forbid-guest, map")]
     Kind(String),
     #[error("'{kind}' takes {expected} numbers, for example {example}")]
     Fields { kind: String, expected: usize, example: &'static str },
-    #[error("'{0}' is no id or count: a number from 0 to 4294967295")]
+    #[error("'{0}' is not an id or a count: use a number from 0 to 4294967295")]
     Number(String),
-    #[error("the count is 0: a range holds at least one id")]
+    #[error("the count is 0: a range has at least one id")]
     Empty,
     #[error("the range from {0} ends beyond 4294967294, the highest id")]
     Overflow(u32),
@@ -51,7 +52,7 @@ enum Target {
     Forbidden,
 }
 
-/// The ids `first..end` and where they go.
+/// The ids `first..end`, and what they become.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Range {
     first: u32,
@@ -66,11 +67,12 @@ pub struct Rule {
     to_guest: Option<Range>,
 }
 
-/// All rules of one option; empty, it changes no id.
+/// All rules of one option. Without rules no id changes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct IdMap {
-    /// Sorted by `first`, without overlap; so is the next.
+    /// Sorted by `first`, without overlap.
     to_host: Vec<Range>,
+    /// As `to_host`.
     to_guest: Vec<Range>,
 }
 
@@ -86,15 +88,15 @@ impl IdMap {
         })
     }
 
-    /// True if no id changes in either direction.
+    /// Whether no id changes in either direction.
     pub fn is_identity(&self) -> bool {
         self.to_host.is_empty() && self.to_guest.is_empty()
     }
 
-    /// The host's id for the guest's `id`; ids outside all ranges stay as they are.
+    /// The host's id for the guest's `id`. Ids outside of all ranges do not change.
     ///
     /// # Errors
-    /// [`BadId::Forbidden`] if a `forbid-guest` range holds `id`; [`BadId::None`] for [`NO_ID`], before and after.
+    /// [`BadId::Forbidden`] if a `forbid-guest` range contains `id`; [`BadId::None`] if either id is [`NO_ID`].
     #[inline]
     pub fn to_host(&self, id: u32) -> Result<u32, BadId> {
         match translate(&self.to_host, id) {
@@ -104,7 +106,7 @@ impl IdMap {
         }
     }
 
-    /// The guest's id for the host's `id`; ids outside all ranges stay as they are.
+    /// The guest's id for the host's `id`. Ids outside of all ranges do not change.
     #[inline]
     pub fn to_guest(&self, id: u32) -> u32 {
         translate(&self.to_guest, id).unwrap_or(id)
@@ -137,7 +139,7 @@ fn translate(ranges: &[Range], id: u32) -> Result<u32, BadId> {
 impl FromStr for Rule {
     type Err = IdMapError;
 
-    /// Reads `kind:from:to:count`; as in virtiofsd, any character that cannot be part of a kind separates the fields.
+    /// Reads `kind:from:to:count`. As in virtiofsd, any character that cannot be part of a kind separates the fields.
     fn from_str(text: &str) -> Result<Self, IdMapError> {
         let separator = text.find(|c: char| !c.is_alphanumeric() && c != '-' && c != '_');
         let (kind, fields) = text.split_at(separator.unwrap_or(text.len()));

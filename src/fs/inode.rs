@@ -33,14 +33,15 @@ pub struct Inode {
     pub id: u64,
     pub key: Key,
     birth: Birth,
-    /// References that the guest holds. It becomes 0, and rises from 0, only while the table of inodes has its key locked.
+    /// References that the guest holds. It becomes 0, and rises from 0, only while the table of inodes has its key
+    /// locked.
     nlookup: AtomicU64,
     /// The size that the guest was told last, in bytes.
     told_size: AtomicU64,
     /// Failures to write what the guest stored in place.
     pub failures: Failures,
-    /// Locked for reading while the file is in use. A rename within one directory uses it twice, so the lock is recursive.
-    /// Locked for writing when it changes, with no other lock held.
+    /// Locked for reading while the file is in use. A rename within one directory uses it twice, so the lock is
+    /// recursive. Locked for writing when it changes, with no other lock held.
     place: RwLock<Place>,
     /// Another descriptor, for as long as it is used. Locked as `place` is, and after it.
     spare: RwLock<Option<Spare>>,
@@ -50,8 +51,8 @@ pub struct Inode {
     swept: AtomicBool,
 }
 
-/// The last failure to write to a file, and a count of them. Each open hears of a failure once. The kernel does the same for
-/// its own files (errseq_t).
+/// The last failure to write to a file, and a count of them. Each open hears of a failure once. The kernel does the
+/// same for its own files (errseq_t).
 #[derive(Default)]
 pub struct Failures(AtomicU32);
 
@@ -309,8 +310,8 @@ impl Inode {
         }
     }
 
-    /// Whether `st`, which has this inode's key, is of the same file. An open descriptor keeps the file's number from going to
-    /// another file. Without one, the birth must be the same.
+    /// Whether `st`, which has this inode's key, is of the same file. An open descriptor keeps the file's number from
+    /// going to another file. Without one, the birth must be the same.
     pub fn is(&self, birth: Birth) -> bool {
         self.birth == birth || matches!(*self.place.read_recursive(), Place::Fd(_))
     }
@@ -352,8 +353,8 @@ impl Places {
         Self { mode, kept: Kept::start(), mounts: Mounts::default(), end }
     }
 
-    /// To be asked before a descriptor stays open for the guest. The kernel gives out the lowest free number, so the number says
-    /// how many are open.
+    /// To be asked before a descriptor stays open for the guest. The kernel gives out the lowest free number, so the
+    /// number says how many are open.
     ///
     /// # Errors
     /// ENFILE if only the daemon's own share of the descriptors is left.

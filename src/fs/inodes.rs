@@ -201,9 +201,9 @@ impl Inodes {
         }
     }
 
-    /// To be called before the file `name` in `dir` loses this name. A file that only READDIRPLUS has named is opened. If
-    /// this is the file's last name (`removed`), it is held by descriptor until the guest forgets it: the guest may still ask
-    /// for it, and no handle opens a file without a name.
+    /// To be called before the file `name` in `dir` loses this name. A file that only READDIRPLUS has named is opened.
+    /// If this is the file's last name (`removed`), it is held by descriptor until the guest forgets it: the guest may
+    /// still ask for it, and no handle opens a file without a name.
     pub fn pin(&self, places: &Places, dir: BorrowedFd, name: &CStr, removed: bool) {
         let unpinned = self.any_lazy.load(Ordering::Relaxed) || removed && places.use_handles();
         if !unpinned {

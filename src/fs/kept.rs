@@ -1,7 +1,8 @@
 //! Descriptors that stay open while they are used.
 //!
 //! Opening a file by its handle takes longer than most of what is then done with it. A build opens the same headers for
-//! reading again and again. So an inode may keep an O_PATH descriptor, or one that the guest opened for reading and closed.
+//! reading again and again. So an inode may keep an O_PATH descriptor, or one that the guest opened for reading and
+//! closed.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
@@ -11,15 +12,15 @@ use std::time::Duration;
 use parking_lot::{Condvar, Mutex};
 use rustix::process::{Resource, getrlimit};
 
-/// Most descriptors that are kept. A build or a listing comes back to about as many files within a second. Each costs the
-/// kernel some 300 bytes.
+/// Most descriptors that are kept. A build or a listing comes back to about as many files within a second. Each costs
+/// the kernel some 300 bytes.
 const MOST: usize = 4096;
 
 /// At most this part of what the process may open is kept: a quarter. The rest is for what the guest has open.
 const SHARE: u64 = 4;
 
-/// A descriptor is closed when it was not used for one to two of these. An open descriptor keeps a file that the host has
-/// removed on its disk.
+/// A descriptor is closed when it was not used for one to two of these. An open descriptor keeps a file that the host
+/// has removed on its disk.
 const UNUSED: Duration = Duration::from_secs(1);
 
 /// Keeps a descriptor.

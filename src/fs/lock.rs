@@ -1,5 +1,5 @@
-//! File locks that reach the host: POSIX locks as open file description locks, one description for each inode and owner;
-//! flock locks on the handle's own description.
+//! File locks that reach the host. POSIX locks are open file description locks on the host, with one description for
+//! each inode and owner. flock locks are on the handle's own description.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::os::fd::{AsFd, OwnedFd};
@@ -20,7 +20,7 @@ use crate::fuse::abi::*;
 use crate::fuse::ops::{LockWait, Locks as LockOps, Result};
 use crate::limits;
 
-/// Locks that are held and waited for.
+/// Held locks, and requests that wait for one.
 #[derive(Default)]
 pub struct Locks {
     posix: Arc<Mutex<Posix>>,
@@ -35,29 +35,29 @@ struct Waiter {
     interrupted: AtomicBool,
 }
 
-/// POSIX locks of this daemon's guest, for what the host can't tell of open file description locks: who waits for whom.
-/// Its lock is held while a lock is tried, and not while one is waited for.
+/// POSIX locks of this daemon's guest. They serve to find deadlocks: the host does not know which owner waits for
+/// which. Its mutex is held while a lock is tried, and not while a request waits.
 #[derive(Default)]
 struct Posix {
     /// By nodeid.
     files: HashMap<u64, HashMap<u64, Owner>>,
-    /// Owners, and ranges that they hold.
+    /// Number of owners and of ranges that they hold.
     count: usize,
-    /// By owner, what it waits for.
+    /// What each owner waits for.
     wanted: HashMap<u64, Vec<Want>>,
 }
 
-/// Somebody who has locked parts of a file, or has asked.
+/// An owner that has locked parts of a file, or has asked to.
 struct Owner {
     file: Arc<OwnedFd>,
     held: Spans,
 }
 
-/// Ranges of a file by their start. None overlaps another, and none could be one with its neighbour.
+/// Ranges of a file by their start. They do not overlap, and neighbours of the same kind are merged.
 #[derive(Debug, Default)]
 struct Spans(BTreeMap<u64, Span>);
 
-/// A locked range; both ends are inclusive.
+/// A locked range in bytes. Both ends are inclusive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Span {
     start: u64,
@@ -73,7 +73,7 @@ struct Want {
 }
 
 impl Span {
-    /// What is left of this range outside of `other`.
+    /// The parts of this range that are outside of `other`.
     fn without(self, other: &Span) -> impl Iterator<Item = Span> + use<> {
         let before = Span { end: self.end.min(other.start.wrapping_sub(1)), ..self };
         let after = Span { start: self.start.max(other.end.wrapping_add(1)), ..self };
@@ -84,7 +84,7 @@ impl Span {
 }
 
 impl Spans {
-    /// Those that touch this one, by their start: the last one that begins before it, and those that begin in it.
+    /// The ranges that overlap `span`, by their start.
     fn around(&self, span: &Span) -> impl Iterator<Item = &Span> {
         let before = self.0.range(..span.start).next_back();
         let within = self.0.range(span.start..=span.end);
@@ -95,7 +95,7 @@ impl Spans {
         self.around(span).any(|held| held.write || span.write)
     }
 
-    /// Whether one of them would become two if this was cut out.
+    /// Whether cutting `span` out would make two ranges of one.
     fn are_split(&self, span: &Span) -> bool {
         let before = self.0.range(..span.start).next_back();
         before.is_some_and(|(_, before)| before.end > span.end)
@@ -113,7 +113,7 @@ impl Spans {
         }
     }
 
-    /// Adds a range that no other overlaps, together with its neighbours, as the host's kernel does.
+    /// Adds a range that overlaps no other. Merges it with its neighbours, as the host's kernel does.
     fn add(&mut self, mut span: Span) {
         let before = self.0.range(..span.start).next_back().map(|(_, before)| *before);
         if let Some(before) = before.filter(|b| b.write == span.write && b.end.checked_add(1) == Some(span.start)) {
@@ -149,9 +149,9 @@ impl Posix {
     }
 
     /// # Errors
-    /// ENOLCK where the guest has too many locks.
+    /// ENOLCK if the guest has too many locks.
     fn have_room(&self) -> Result<()> {
-        // A lock within another's range makes three of it.
+        // A lock within another range makes three of it.
         if self.count + 2 < limits::LOCKS { Ok(()) } else { Err(Errno::NOLCK) }
     }
 
@@ -164,7 +164,8 @@ impl Posix {
         }
     }
 
-    /// Whether `origin` would wait for itself if `owner` waited for this: a walk along who holds what is wanted.
+    /// Whether `origin` would wait for itself if `owner` waited for `want`. Follows the owners that hold what is
+    /// wanted.
     fn deadlocks(&self, origin: u64, owner: u64, want: &Want, seen: &mut HashSet<u64>) -> bool {
         let Some(owners) = self.files.get(&want.node) else { return false };
         let holders = owners.iter().filter(|(other, held)| **other != owner && held.held.conflicts(&want.span));
@@ -182,7 +183,7 @@ impl Locks {
     /// Drops all POSIX locks of an owner, as a close of the file does.
     pub fn drop_owner(&self, node: u64, owner: u64) {
         if let Some(owner) = self.posix.lock().remove(node, owner) {
-            // A wait on another thread may keep the description open.
+            // A waiting thread may keep the description open.
             let mut all = range(libc::F_UNLCK, 0, 0);
             let _ = sys::ofd_lock(owner.file.as_fd(), libc::F_OFD_SETLK, &mut all);
         }
@@ -192,7 +193,7 @@ impl Locks {
     pub fn interrupt(&self, unique: u64) {
         if let Some(waiter) = self.waiting.get(&unique).map(|w| w.clone()) {
             waiter.interrupted.store(true, Ordering::SeqCst);
-            // The signal is lost if it comes before the thread is in its system call.
+            // A signal that comes before the thread's system call is lost. So it is sent again.
             while self.waiting.contains_key(&unique) {
                 let thread = Pid::from_raw(waiter.tid.load(Ordering::SeqCst));
                 // The thread stores its id first, and then looks at `interrupted`.
@@ -213,10 +214,10 @@ impl Locks {
         *self.posix.lock() = Posix::default();
     }
 
-    /// A wait that [`interrupt`](Self::interrupt) can end. `lock` is called until it gives no EINTR.
+    /// A wait that [`interrupt`](Self::interrupt) can end. It calls `lock` again after each EINTR.
     ///
     /// # Errors
-    /// EINVAL where the guest waits by this number already.
+    /// EINVAL if another request with this number waits.
     fn wait(&self, unique: u64, mut lock: impl FnMut() -> Result<()> + Send + 'static) -> Result<LockWait> {
         let waiter = Arc::new(Waiter::default());
         match self.waiting.entry(unique) {
@@ -240,7 +241,7 @@ impl Locks {
     }
 }
 
-/// A wait's place in the table, until it is over or given up.
+/// A wait's place in the table. It ends with the wait.
 struct Registered {
     unique: u64,
     waiting: Arc<DashMap<u64, Arc<Waiter>>>,
@@ -252,7 +253,7 @@ impl Drop for Registered {
     }
 }
 
-/// A wait that others may wait for in turn, until it is over or given up.
+/// What an owner waits for, while it waits.
 struct Wanting {
     posix: Arc<Mutex<Posix>>,
     owner: u64,
@@ -276,7 +277,7 @@ fn range(kind: i32, start: i64, len: i64) -> libc::flock {
     libc::flock { l_type: kind as i16, l_whence: libc::SEEK_SET as i16, l_start: start, l_len: len, l_pid: 0 }
 }
 
-/// The struct flock of a request. Its end is inclusive, and OFFSET_MAX means the end of the file.
+/// The struct flock of a request, whose end is inclusive. OFFSET_MAX means the end of the file.
 fn posix_range(lk: &FileLock) -> Result<libc::flock> {
     let start = i64::try_from(lk.start).map_err(|_| Errno::INVAL)?;
     let len = match i64::try_from(lk.end) {
@@ -290,13 +291,14 @@ fn posix_range(lk: &FileLock) -> Result<libc::flock> {
 }
 
 impl PassthroughFs {
-    /// The description that holds the owner's locks, or could. Open for both kinds of lock where the file can be.
+    /// The description that has the owner's locks, or a new one. It is open for reading and writing if the file allows
+    /// it: a read lock needs the one, a write lock the other.
     fn lock_file(&self, posix: &Posix, owner: u64, handle: &Handle) -> Result<Arc<OwnedFd>> {
         if let Some(owner) = posix.owner(handle.node, owner) {
             return Ok(owner.file.clone());
         }
         let flags = rustix::fs::fcntl_getfl(handle.fd())? & OFlags::ACCMODE;
-        // Not to wait for the holder of a lease.
+        // NONBLOCK: does not wait for the holder of a lease.
         let open = |flags| reopen(handle.fd(), flags | OFlags::NONBLOCK);
         let file = Arc::new(open(OFlags::RDWR).or_else(|_| open(flags))?);
         self.places.fits(file.as_fd())?;
@@ -411,7 +413,7 @@ mod tests {
         assert_eq!(cut(span(10, 19), span(0, 9)), [span(10, 19)]);
     }
 
-    /// Against an array with an entry for each byte.
+    /// Compares with an array that has an entry for each byte.
     #[test]
     fn spans_are_what_was_locked_last() {
         const END: u64 = 40;

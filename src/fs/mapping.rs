@@ -1,4 +1,5 @@
-//! SETUPMAPPING and REMOVEMAPPING, and which files are worth them.
+//! What the file system asks and tells the windows: SETUPMAPPING, REMOVEMAPPING, which files are mapped, changes of
+//! files.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -39,15 +40,15 @@ impl PassthroughFs {
         self.window.as_ref()?.passing()
     }
 
-    /// Counts an open. Returns the index of its entry if it has passthrough; pending if [`Passthrough::decided`] tells that.
-    /// `flags`: the guest's.
+    /// Counts an open. Returns the index of its entry if it has passthrough. Pending: [`Passthrough::decided`] tells it
+    /// later. `flags`: the guest's.
     pub(super) fn count(&self, inode: &Arc<Inode>, file: BorrowedFd, flags: u32) -> Poll<Option<u32>> {
         let Some(pass) = self.passing() else { return Poll::Ready(None) };
         let source = if pass.is_open(inode.id) { None } else { self.worth_passing(inode, file, flags) };
         pass.open(inode.id, file, source)
     }
 
-    /// A file that is better passed through than sent, by its first open.
+    /// The file, if passthrough is better than messages for it. `flags`: the guest's, of the first open.
     fn worth_passing(&self, inode: &Arc<Inode>, file: BorrowedFd, flags: u32) -> Option<Arc<dyn Source>> {
         let flags = OFlags::from_bits_retain(flags);
         let appends = flags.contains(OFlags::APPEND) && flags & OFlags::ACCMODE == OFlags::WRONLY;
@@ -61,7 +62,7 @@ impl PassthroughFs {
         worth.then(|| self.opener(inode.clone()) as Arc<dyn Source>)
     }
 
-    /// Runs what gives a file this size, ordered with what a guest with passthrough is told of it.
+    /// Runs what gives a file this size. Tells a guest with passthrough of the size in the right order.
     pub(super) fn resize<R>(&self, inode: &Arc<Inode>, size: u64, run: impl FnOnce() -> Result<R>) -> Result<R> {
         let run = || {
             self.grows(inode.id, size)?;
@@ -80,8 +81,8 @@ impl PassthroughFs {
         self.window.as_ref().map_or(Ok(()), |window| window.grows(node, to))
     }
 
-    /// The size that the guest is to be told, of the one that the file has: as long as there is no room for what the guest may
-    /// then store in place, the old one.
+    /// The size to tell the guest. A file that has grown keeps its old size until the disk has room for everything that
+    /// the guest may then store in place.
     pub(super) fn tell_size(&self, inode: &Inode, size: u64) -> u64 {
         let told = inode.told_size();
         let size = match &self.window {
@@ -96,8 +97,8 @@ impl PassthroughFs {
         size
     }
 
-    /// Takes blocks from these bytes of a node's file. It is opened anew for that: the guards of other daemons do not see what
-    /// is done by a descriptor that was open when they mapped the file.
+    /// Punches a hole or zeroes a range. Opens the file anew: another daemon's guard does not see what is done by a
+    /// descriptor that was open before its guest mapped the file.
     pub(super) fn punch(&self, file: BorrowedFd, args: &FallocateIn, mode: FallocateFlags, node: u64) -> Result<()> {
         if let Some(window) = &self.window {
             window.vacate(node, args.offset, args.length)?;
@@ -114,17 +115,17 @@ impl PassthroughFs {
         }
     }
 
-    /// A node's file, opened just now.
+    /// Opens a node's file.
     pub(super) fn fresh(&self, node: u64, flags: OFlags) -> Option<OwnedFd> {
         self.inodes.get(node).and_then(|inode| inode.open(&self.places, flags)).ok()
     }
 
-    /// Whether a node's file must not come to share blocks with another.
+    /// Whether a node's file must not share blocks with another.
     pub(super) fn keeps_blocks(&self, node: u64) -> bool {
         self.window.as_ref().is_some_and(|window| window.keeps_blocks(node))
     }
 
-    /// Compares a file's size with what a guest with passthrough knows.
+    /// Compares a file's attributes with what a guest with passthrough knows.
     pub(super) fn saw(&self, inode: &Arc<Inode>, st: &Statx) {
         if let Some(pass) = self.passing() {
             let look = || inode.with_fd(&self.places, |fd| stat(fd, c"").map(|st| (st.stx_size, st.stx_blocks)));
@@ -137,14 +138,14 @@ impl PassthroughFs {
         Arc::new(Opener { inode, places, proc_self_fd, readonly: self.config.readonly })
     }
 
-    /// ATTR_DAX for a file that is better mapped than sent. One with an execute bit is not: the host may execute it, and
-    /// could not if it were written to, or could not write to it.
+    /// ATTR_DAX if the guest is to map the file rather than to send messages. Not with an execute bit: the host could
+    /// not execute a file that the guest writes to, and the guest could not write to a file that the host executes.
     pub(super) fn dax_flag(&self, st: &Statx) -> u32 {
         let copies_on_write = || {
             let host = self.hosts.known(makedev(st.stx_dev_major, st.stx_dev_minor));
             host.is_some_and(|host| host.copies_on_write)
         };
-        // A file cannot have both.
+        // With passthrough there is no DAX: a file cannot have both.
         let worth = self.has(InitFlags::HAS_INODE_DAX)
             && self.passing().is_none()
             && u32::from(st.stx_mode) & (libc::S_IFMT | EXECUTE) == libc::S_IFREG
@@ -163,7 +164,7 @@ impl PassthroughFs {
         }
     }
 
-    /// Brings what the guest wrote by its mappings to the file, where it is not there at once.
+    /// Writes to the file what the guest stored through mappings that are copies.
     pub(super) fn sync_mappings(&self, node: u64) {
         self.window.iter().for_each(|window| window.sync(node));
     }
@@ -207,7 +208,7 @@ impl Mappings for PassthroughFs {
     }
 }
 
-/// Opens an inode's file from the mapper's thread.
+/// Opens an inode's file on the mapper's thread.
 struct Opener {
     inode: Arc<Inode>,
     places: Arc<Places>,

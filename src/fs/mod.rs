@@ -1,4 +1,4 @@
-//! The passthrough file system: a host directory tree served to a guest. Knows no virtqueue.
+//! The passthrough file system: serves a directory tree of the host to a guest. Knows no virtqueue.
 
 mod attr;
 mod config;
@@ -24,7 +24,7 @@ mod tests;
 mod xattr;
 pub mod xattrmap;
 
-/// For fuzz/.
+/// Private parts that the fuzz targets need.
 #[cfg(fuzzing)]
 pub mod doors {
     pub use super::migration::format::{Location, State};
@@ -53,7 +53,7 @@ use lock::Locks;
 /// A served directory.
 pub struct PassthroughFs {
     config: Config,
-    /// The workers' working directory: an O_PATH descriptor has a path there.
+    /// The workers' working directory, where an O_PATH descriptor has a path.
     proc_self_fd: Arc<OwnedFd>,
     timeout: Duration,
     inodes: Inodes,
@@ -62,7 +62,8 @@ pub struct PassthroughFs {
     locks: Locks,
     listings: Arc<Listings>,
     hosts: Hosts,
-    /// The host's name of security.capability, if it is another one: then its removal by a write is ours to do.
+    /// The host's name for security.capability, if `--xattrmap` changes it. A write must then remove it, since the
+    /// kernel does not.
     capability: Option<CString>,
     /// What INIT settled ([`InitFlags`]).
     session: AtomicU64,
@@ -73,7 +74,7 @@ impl PassthroughFs {
     /// Serves the directory `root`, an O_PATH descriptor. `proc_self_fd` is /proc/self/fd.
     ///
     /// # Errors
-    /// EOPNOTSUPP or EPERM where file handles are mandatory and cannot be had.
+    /// EOPNOTSUPP or EPERM if file handles are mandatory and do not work.
     pub fn new(root: OwnedFd, proc_self_fd: OwnedFd, mut config: Config) -> io::Result<Self> {
         cred::enter_thread(proc_self_fd.as_fd());
         sys::catch_interrupt()?;
@@ -118,7 +119,8 @@ impl PassthroughFs {
     /// Lets the guest map files.
     pub fn with_window(self, window: Option<Arc<Window>>) -> Self {
         let fs = Self { window, ..self };
-        // What the guest is told of a file's DAX must not depend on whether one was opened before.
+        // Whether a file gets DAX depends on its file system, which is otherwise not known before a file of it is
+        // opened.
         if let Ok(root) = fs.inodes.get(crate::fuse::abi::ROOT_ID) {
             let _ = root.with_fd(&fs.places, |fd| Ok(fs.hosts.get(root.key.dev, fd)));
         }
@@ -140,7 +142,10 @@ impl PassthroughFs {
         if self.config.readonly { Err(Errno::ROFS) } else { Ok(()) }
     }
 
-    /// A flag for a feature that the guest must have where it is said to be `Always`.
+    /// The flags of a feature, if the guest is to have it.
+    ///
+    /// # Errors
+    /// EPROTO if the feature is `Always` on and the guest does not have it.
     fn offer(&self, offer: Offer, option: &str, flags: InitFlags, offered: InitFlags) -> Result<InitFlags> {
         match (offer, offered.contains(flags)) {
             (Offer::Never, _) | (Offer::Auto, false) => Ok(InitFlags::empty()),
@@ -167,7 +172,7 @@ impl Control for PassthroughFs {
             | InitFlags::ASYNC_DIO
             | InitFlags::PARALLEL_DIROPS
             | InitFlags::MAX_PAGES
-            // A symbolic link's target never changes, and neither does what a nodeid stands for.
+            // A symbolic link's target never changes, and a nodeid never names another file.
             | InitFlags::CACHE_SYMLINKS
             | InitFlags::SETXATTR_EXT
             | InitFlags::INIT_EXT
@@ -192,9 +197,9 @@ impl Control for PassthroughFs {
         if offers_passthrough && offered.contains(InitFlags::PASSTHROUGH_SHM) {
             wanted |= InitFlags::PASSTHROUGH_SHM;
             if c.writeback {
-                // Under it the guest owns size and times.
+                // With a write-back cache, the guest decides on size and times.
                 tracing::warn!(
-                    "the guest has window passthrough, and so no write-back cache: --writeback has no effect"
+                    "the guest has window passthrough and therefore no write-back cache: --writeback has no effect"
                 );
                 wanted -= InitFlags::WRITEBACK_CACHE;
             }

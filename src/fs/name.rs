@@ -1,4 +1,4 @@
-//! LOOKUP, FORGET, and what makes, moves and removes names.
+//! LOOKUP, FORGET, and the requests that make, move and remove names.
 
 use std::ffi::CStr;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -19,14 +19,17 @@ use super::path::is_name;
 use crate::fuse::abi::*;
 use crate::fuse::ops::{Creator, Names, Result};
 
-/// PATH_MAX, a symbolic link's longest target with its NUL.
+/// Longest target of a symbolic link in bytes, with its NUL: PATH_MAX of include/uapi/linux/limits.h.
 const PATH_MAX: usize = 4096;
 
-/// What Linux asks of a rename.
+/// The flags of renameat2(2) that Linux sends.
 const RENAMES: RenameFlags = RenameFlags::NOREPLACE.union(RenameFlags::EXCHANGE).union(RenameFlags::WHITEOUT);
 
 impl PassthroughFs {
-    /// Runs `f` with the directory `parent`, in which `name` is to be something.
+    /// Runs `f` with the directory `parent`, after it has checked `name`.
+    ///
+    /// # Errors
+    /// EINVAL if `name` could lead out of the directory.
     pub(super) fn within<R>(
         &self,
         parent: u64,
@@ -34,14 +37,13 @@ impl PassthroughFs {
         f: impl FnOnce(&Arc<Inode>, BorrowedFd) -> Result<R>,
     ) -> Result<R> {
         if !is_name(name.to_bytes()) {
-            // It could leave the shared directory.
             return Err(Errno::INVAL);
         }
         let parent = self.inodes.get(parent)?;
         parent.with_fd(&self.places, |dir| f(&parent, dir))
     }
 
-    /// The entry `name`, with one more reference for the guest. A `lazy` one is not opened.
+    /// The entry `name`, with one more reference for the guest. With `lazy`, the file is not opened.
     pub(super) fn enter(&self, parent: &Arc<Inode>, dir: BorrowedFd, name: &CStr, lazy: bool) -> Result<EntryOut> {
         let st = stat(dir, name)?;
         if let Some(inode) = self.inodes.known(&st) {
@@ -89,12 +91,12 @@ impl PassthroughFs {
         Identity::take(uid, gid, group, by.umask, !self.has(InitFlags::CREATE_SUPP_GROUP))
     }
 
-    /// The same for a rename, of which the guest sends no group: it has checked the permission.
+    /// As [`act_as`](Self::act_as), for a rename. The guest sends no group with it, but has checked the permission.
     fn act_trusted(&self, by: &Creator) -> Result<Identity> {
         Identity::take(self.host_uid(by.uid)?, self.host_gid(by.gid)?, None, 0, true)
     }
 
-    /// Makes something with `make` and enters it. Without its label it is not to be seen.
+    /// Makes a file with `make`, labels it and enters it. If it cannot be labelled, it is removed.
     fn make(
         &self,
         parent: u64,

@@ -1,4 +1,5 @@
-//! System calls that rustix lacks, or that it can only offer for memory which Rust owns. All of the `unsafe` in src/fs is here.
+//! System calls that rustix lacks, or that it can only offer for memory which Rust owns. All of the `unsafe` in src/fs
+//! is here.
 
 use std::ffi::CStr;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
@@ -55,8 +56,8 @@ fn pieces(slices: &[libc::iovec], offset: u64, io: impl Fn(&[libc::iovec], i64) 
     Ok(done)
 }
 
-/// getdents64(2): fills `buf` with `linux_dirent64` records and sets its length. rustix's RawDir cannot go on with a buffer that
-/// an earlier request has read.
+/// getdents64(2): fills `buf` with `linux_dirent64` records and sets its length. rustix's RawDir cannot go on with a
+/// buffer that an earlier request has read.
 pub fn getdents(fd: BorrowedFd, buf: &mut Vec<u8>) -> Result<()> {
     buf.clear();
     // SAFETY: the buffer has room for its capacity; the kernel says how much of it is initialized.
@@ -165,8 +166,8 @@ pub fn interrupt(thread: Pid) -> Result<()> {
     check(unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), thread, INTERRUPT) }).map(drop)
 }
 
-/// Time between two signals to one thread. The first may come just before the system call that it is to end. This is long
-/// enough for the thread to get there, and too short to notice.
+/// Time between two signals to one thread. The first may come just before the system call that it is to end. This is
+/// long enough for the thread to get there, and too short to notice.
 pub const INTERRUPT_AGAIN: Duration = Duration::from_millis(1);
 
 /// Closes a copy of the descriptor, for the errors that close(2) reports.

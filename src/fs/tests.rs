@@ -1,4 +1,4 @@
-//! The file system without a VM: called as the server calls it.
+//! The file system without a VM: the tests call it as the server does.
 
 use std::ffi::{CStr, CString};
 use std::fs;
@@ -52,7 +52,7 @@ fn share(config: Config) -> Share {
     Share { dir, fs: Arc::new(fs) }
 }
 
-/// What a request is answered with, at once or later.
+/// The reply to a request, whether it comes at once or later.
 pub(super) fn answered<T: FromBytes>(serve: impl FnOnce(&mut Reply) -> Result<()>) -> Result<T> {
     let (send, sent) = std::sync::mpsc::channel();
     let mut reply = Reply::late(0, Box::new(move |reply| send.send(reply).unwrap()));
@@ -200,7 +200,7 @@ fn a_nodeid_lives_as_long_as_its_lookups() {
 }
 
 #[test]
-fn a_deleted_files_number_is_not_its_successors_nodeid() {
+fn a_reused_inode_number_gets_a_new_nodeid() {
     for inode_file_handles in [FileHandles::Never, FileHandles::Prefer] {
         let s = share(Config { inode_file_handles, ..Default::default() });
         let mut seen = std::collections::HashMap::new();
@@ -260,7 +260,7 @@ fn create_opens_what_is_there_unless_exclusive() {
     let again = create(libc::O_RDWR).unwrap();
     assert_eq!(again.entry.nodeid, entry.nodeid);
     assert_eq!(s.host("f"), b"data");
-    // To be truncated by an OPEN, which can wait.
+    // Truncating may wait. The guest is to send an OPEN instead.
     assert_eq!(create(libc::O_RDWR | libc::O_TRUNC).err(), Some(Errno::STALE));
     assert_eq!(s.host("f"), b"data");
     s.put("f", b"");
@@ -272,7 +272,7 @@ fn create_opens_what_is_there_unless_exclusive() {
 }
 
 #[test]
-fn a_close_is_told_where_it_can_mean_something() {
+fn flush_reaches_file_systems_that_report_errors_at_close() {
     let quiet = |config, flags: i32| {
         let s = share(config);
         s.put("f", b"data");
@@ -293,7 +293,7 @@ fn special_files_are_not_opened() {
 }
 
 #[test]
-fn readdirplus_opens_nothing_and_its_inodes_open_at_need() {
+fn listed_files_are_opened_when_they_are_needed() {
     let s = plain();
     for n in 0..100 {
         s.put(&format!("f{n}"), b"data");
@@ -309,13 +309,13 @@ fn readdirplus_opens_nothing_and_its_inodes_open_at_need() {
     s.fs.access(node("f7"), 0, 0, 4).unwrap();
     assert_eq!(s.descriptors(), before + 1);
 
-    // Renamed and removed by the guest: still the same files.
+    // The guest renames and removes files: they are still the same.
     s.fs.rename(ROOT_ID, c"f1", ROOT_ID, c"g1", 0, &me()).unwrap();
     s.fs.getattr(node("f1"), None).unwrap();
     s.fs.unlink(ROOT_ID, c"f2").unwrap();
     assert_eq!(s.fs.getattr(node("f2"), None).unwrap().attr.nlink, 0);
 
-    // Replaced and removed by the host: stale, and never another file.
+    // The host replaces and removes files: they are stale, and never another file.
     fs::remove_file(s.dir.path().join("f3")).unwrap();
     s.put("f3", b"other");
     assert_eq!(s.fs.getattr(node("f3"), None).err(), Some(Errno::STALE));
@@ -323,7 +323,7 @@ fn readdirplus_opens_nothing_and_its_inodes_open_at_need() {
     fs::remove_file(s.dir.path().join("f4")).unwrap();
     assert_eq!(s.fs.getattr(node("f4"), None).err(), Some(Errno::STALE));
 
-    // Found again under its new name.
+    // The guest finds the file under its new name.
     fs::rename(s.dir.path().join("f5"), s.dir.path().join("h5")).unwrap();
     assert_eq!(s.fs.getattr(node("f5"), None).err(), Some(Errno::STALE));
     assert_eq!(s.lookup(c"h5").unwrap().nodeid, node("f5"));
@@ -331,7 +331,7 @@ fn readdirplus_opens_nothing_and_its_inodes_open_at_need() {
 }
 
 #[test]
-fn what_was_open_for_reading_is_open_again() {
+fn a_closed_file_serves_the_next_open_for_reading() {
     let s = plain();
     s.put("f", b"data");
     s.lookup(c"f").unwrap();
@@ -344,7 +344,7 @@ fn what_was_open_for_reading_is_open_again() {
     assert_eq!(s.descriptors(), held);
     let (_, again) = s.open(c"f", libc::O_RDONLY);
     assert_eq!(s.descriptors(), held);
-    // One that is in use serves nobody else, and what is written to is another open.
+    // An open file that is in use serves no other open, nor does it serve an open for writing.
     let (_, second) = s.open(c"f", libc::O_RDONLY);
     let (_, third) = s.open(c"f", libc::O_RDWR);
     assert_eq!(s.descriptors(), held + 2);
@@ -356,7 +356,7 @@ fn what_was_open_for_reading_is_open_again() {
 }
 
 #[test]
-fn listing_goes_on_where_it_was_left() {
+fn a_listing_continues_where_it_stopped() {
     let s = plain();
     for n in 0..50 {
         s.put(&format!("f{n}"), b"");
@@ -386,7 +386,7 @@ fn file_handles_hold_no_descriptors() {
     for n in 0..50 {
         s.put(&format!("f{n}"), b"data");
     }
-    // What is used is kept for a while.
+    // A used descriptor is kept for a while.
     let settle = || (0..2).for_each(|_| s.fs.places.kept.sweep());
     s.lookup(c"f0").unwrap();
     settle();
@@ -401,7 +401,7 @@ fn file_handles_hold_no_descriptors() {
     fs::rename(s.dir.path().join("f9"), s.dir.path().join("elsewhere")).unwrap();
     assert_eq!(s.fs.getattr(node, None).unwrap().attr.size, 4);
     assert_eq!(s.read(node, fh, 0, 9).unwrap(), b"data");
-    // Removed by the guest, but not forgotten.
+    // The guest removes the file, but does not forget it.
     let node = s.lookup(c"f7").unwrap().nodeid;
     s.fs.unlink(ROOT_ID, c"f7").unwrap();
     assert_eq!(s.fs.getattr(node, None).unwrap().attr.nlink, 0);
@@ -444,7 +444,7 @@ fn attributes_are_set() {
 }
 
 #[test]
-fn files_belong_to_who_made_them() {
+fn files_belong_to_their_creator() {
     if !root() {
         return;
     }
@@ -457,7 +457,7 @@ fn files_belong_to_who_made_them() {
     s.fs.mkdir(ROOT_ID, c"e", 0o755, &ROOT).unwrap();
     assert_eq!(fs::metadata(dir.join("e")).unwrap().uid(), 0);
 
-    // Into a directory of a supplementary group's.
+    // In a directory of a supplementary group.
     fs::create_dir(dir.join("g")).unwrap();
     std::os::unix::fs::chown(dir.join("g"), Some(0), Some(50)).unwrap();
     fs::set_permissions(dir.join("g"), fs::Permissions::from_mode(0o2770)).unwrap();
@@ -469,7 +469,7 @@ fn files_belong_to_who_made_them() {
     assert_eq!(fs::metadata(dir.join("g/yes")).unwrap().gid(), 50);
     s.fs.mkdir(g, c"root", 0o755, &ROOT).unwrap();
 
-    // A guest that does not say the group has checked it itself.
+    // A guest that does not send the group has checked it itself.
     s.fs.init(InitFlags::empty()).unwrap();
     s.fs.mkdir(g, c"trusted", 0o755, &Creator { uid: 1000, gid: 1001, ..ROOT }).unwrap();
 }
@@ -568,7 +568,7 @@ fn xattrs_are_mapped() {
     assert_eq!(s.fs.listxattr(node, 0, &mut out), Ok(10));
     assert_eq!(s.fs.listxattr(node, 9, &mut out), Err(Errno::RANGE));
 
-    // The kernel does not know that this is a file's capabilities.
+    // The kernel does not know that this attribute has a file's capabilities.
     s.fs.setxattr(node, c"security.capability", b"caps", 0, false).unwrap();
     let (node, fh) = s.open(c"f", libc::O_RDWR);
     s.write(node, fh, 0, b"x", 0, 0).unwrap();
@@ -607,7 +607,7 @@ fn lock(s: &Share, node: u64, fh: u64, owner: u64, kind: i32, flags: u32, wait: 
 }
 
 #[test]
-fn locks_wait_off_the_queue_and_end() {
+fn a_wait_for_a_lock_leaves_the_queue_and_ends() {
     let s = share(Config { posix_lock: true, flock: true, ..Default::default() });
     s.put("f", b"data");
     for flags in [0, LK_FLOCK] {
@@ -634,10 +634,10 @@ fn locks_wait_off_the_queue_and_end() {
         s.fs.release(node, &ReleaseIn { fh: b, ..Default::default() }).unwrap();
         assert!(lock(&s, node, a, 1, libc::F_WRLCK, flags, false).is_ok());
 
-        // A wait that is given up leaves nothing behind.
+        // A wait that is dropped leaves nothing behind.
         drop(lock(&s, node, c, 4, libc::F_WRLCK, flags, true).unwrap());
 
-        // The end of the session ends waits and locks.
+        // The session's end ends waits and drops locks.
         let waiting = waiting(c, 4);
         s.fs.destroy();
         assert_eq!(waiting.join().unwrap(), Err(Errno::INTR));
@@ -645,7 +645,7 @@ fn locks_wait_off_the_queue_and_end() {
 }
 
 #[test]
-fn a_wait_in_a_circle_is_refused() {
+fn a_deadlock_is_refused() {
     let s = share(Config { posix_lock: true, ..Default::default() });
     s.put("f", b"data");
     let (node, fh) = s.open(c"f", libc::O_RDWR);
@@ -719,7 +719,7 @@ fn a_temporary_file_gets_a_name() {
 }
 
 #[test]
-fn names_of_any_bytes_and_255_of_them() {
+fn names_have_up_to_255_bytes_of_any_kind() {
     let s = plain();
     let long = CString::new(vec![0xff; 255]).unwrap();
     s.fs.mkdir(ROOT_ID, &long, 0o755, &me()).unwrap();
@@ -730,7 +730,7 @@ fn names_of_any_bytes_and_255_of_them() {
 }
 
 #[test]
-fn a_guest_has_so_many_locks() {
+fn the_number_of_locks_is_limited() {
     let s = share(Config { posix_lock: true, ..Default::default() });
     s.put("f", b"data");
     let (node, fh) = s.open(c"f", libc::O_RDWR);
@@ -746,7 +746,7 @@ fn a_guest_has_so_many_locks() {
     set(1, 2 * count - 2, 2 * count - 2, libc::F_UNLCK).unwrap();
     set(2, 1, 1, libc::F_RDLCK).unwrap();
 
-    // Holes count as locks do.
+    // Unlocked parts between locks count too.
     s.fs.flush(node, fh, 2).unwrap();
     s.fs.flush(node, fh, 1).unwrap();
     set(1, 0, all, libc::F_WRLCK).unwrap();
@@ -757,7 +757,7 @@ fn a_guest_has_so_many_locks() {
 }
 
 #[test]
-fn who_asks_about_a_lock_leaves_nothing_behind() {
+fn asking_about_a_lock_leaves_nothing_behind() {
     let s = share(Config { posix_lock: true, ..Default::default() });
     s.put("f", b"data");
     let (node, fh) = s.open(c"f", libc::O_RDWR);
@@ -772,7 +772,7 @@ fn who_asks_about_a_lock_leaves_nothing_behind() {
 }
 
 #[test]
-fn a_guest_knows_so_many_files() {
+fn the_number_of_known_files_is_limited() {
     let s = share(Config { max_inodes: 5, ..Default::default() });
     for n in 0..10 {
         s.put(&format!("f{n}"), b"");
@@ -788,7 +788,7 @@ fn a_guest_knows_so_many_files() {
     assert_eq!(fs::read_dir(s.dir.path()).unwrap().count(), 10);
     let listed = s.list_plus();
     assert_eq!((listed.len(), listed.iter().filter(|(_, entry)| entry.nodeid != 0).count()), (12, 4));
-    // What it knows is served on.
+    // Known files are still served.
     assert_eq!(s.lookup(c"f0").unwrap().nodeid, nodes[0]);
     s.fs.getattr(nodes[1], None).unwrap();
     s.fs.forget(nodes[2], 2);
@@ -798,7 +798,7 @@ fn a_guest_knows_so_many_files() {
 }
 
 #[test]
-fn few_listings_are_kept_and_all_are_whole() {
+fn few_listings_keep_a_buffer_and_all_are_complete() {
     let s = plain();
     let names: Vec<String> = (0..20).map(|n| format!("f{n}")).collect();
     names.iter().for_each(|name| s.put(name, b""));
@@ -829,7 +829,7 @@ fn few_listings_are_kept_and_all_are_whole() {
     assert_eq!(s.fs.listings.kept(), 0);
 }
 
-/// A frontend and a window process that do what they are asked at once.
+/// A frontend and a window process that do everything at once.
 struct Obliging;
 
 impl Frontend for Obliging {
@@ -872,7 +872,7 @@ impl StandIns for Obliging {
 
 #[test]
 fn a_cold_read_leaves_the_worker_while_files_are_mapped() {
-    // On a disk, so that pages can be dropped.
+    // On a disk, whose pages can be dropped from memory.
     let dir = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
     let kind = rustix::fs::statfs(dir.path()).unwrap().f_type;
     if !matches!(kind, libc::EXT4_SUPER_MAGIC | libc::XFS_SUPER_MAGIC) {
@@ -889,10 +889,10 @@ fn a_cold_read_leaves_the_worker_while_files_are_mapped() {
     let s = Share { dir, fs: Arc::new(fs.with_window(Some(window))) };
     s.fs.enter_thread();
     s.fs.init(InitFlags::all()).unwrap();
-    // Whether io_uring does it.
+    // Whether io_uring does the read.
     let cold_read = |(node, fh), name: &str| {
         let file = fs::File::open(s.dir.path().join(name)).unwrap();
-        // A page may stay in memory, and a disk may be quick: not a hundred times.
+        // A page may stay in memory, or the disk may be quick, but not a hundred times.
         let left = (0..100).any(|_| {
             rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
             let mut data = vec![0; 100_000];

@@ -1,7 +1,7 @@
 //! Translation of extended attribute names between guest and host (`--xattrmap`).
 //!
-//! The rules and their meaning are those of virtiofsd's `doc/xattr-mapping.md`: the first rule that matches a name
-//! decides. A name that no rule matches is treated as `bad`.
+//! The rules are those of virtiofsd's `doc/xattr-mapping.md`. The first rule that matches a name decides. A name that
+//! no rule matches is `bad`.
 
 use std::borrow::Cow;
 use std::ffi::{CStr, CString};
@@ -9,23 +9,23 @@ use std::str::FromStr;
 
 use thiserror::Error;
 
-/// The longest attribute name in bytes, without its NUL: XATTR_NAME_MAX of linux/limits.h.
+/// Longest name of an attribute in bytes, without its NUL: XATTR_NAME_MAX of include/uapi/linux/limits.h.
 pub const NAME_MAX: usize = 255;
 
-/// What is wrong with the rules, in one line.
+/// What is wrong with the rules.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum XattrMapError {
     #[error("there is no rule: try :map::user.virtiofs.:")]
     NoRules,
     #[error("rule {0} breaks off: it must end with its separator, as in :prefix:all:trusted.:user.virtiofs.:")]
     Incomplete(usize),
-    #[error("rule {0} has the type '{1}': one of prefix, ok, bad, unsupported, map")]
+    #[error("rule {0} has the type '{1}': use one of prefix, ok, bad, unsupported, map")]
     Type(usize, String),
-    #[error("rule {0} has the scope '{1}': one of client, server, all")]
+    #[error("rule {0} has the scope '{1}': use one of client, server, all")]
     Scope(usize, String),
-    #[error("rule {0} holds a NUL byte or a name of more than 255 bytes")]
+    #[error("rule {0} has a NUL byte or a name of more than 255 bytes")]
     Name(usize),
-    #[error("rule {0} is a map rule and not the last: there may be one map rule, at the end")]
+    #[error("rule {0} is a map rule, but not the last rule: only the last rule may be one")]
     MapNotLast(usize),
 }
 
@@ -42,9 +42,9 @@ struct Rule {
     action: Action,
     client: bool,
     server: bool,
-    /// Start of the guest's names that the rule is for.
+    /// The rule is for the guest's names that start with this.
     key: Vec<u8>,
-    /// Start of the host's names that the rule is for; what `prefix` puts before the guest's name.
+    /// The rule is for the host's names that start with this. `prefix` puts it before the guest's name.
     prepend: Vec<u8>,
 }
 
@@ -58,8 +58,8 @@ impl XattrMap {
     /// The host's name for the guest's `name` in getxattr, setxattr and removexattr.
     ///
     /// # Errors
-    /// EPERM for a name that is `bad`, ENOTSUP for one that is `unsupported`, and ERANGE, as the kernel has it, for one
-    /// that becomes longer than [`NAME_MAX`].
+    /// EPERM for a `bad` name, ENOTSUP for an `unsupported` one. ERANGE, as from the kernel, if the name becomes longer
+    /// than [`NAME_MAX`].
     pub fn to_host<'a>(&self, name: &'a CStr) -> Result<Cow<'a, CStr>, i32> {
         let bytes = name.to_bytes();
         let rule = self.rules.iter().find(|r| r.client && bytes.starts_with(&r.key)).ok_or(libc::EPERM)?;
@@ -72,7 +72,7 @@ impl XattrMap {
         }
     }
 
-    /// The guest's name for the host's `name` in listxattr; None: the guest does not see it.
+    /// The guest's name for the host's `name` in listxattr. `None`: the guest does not see it.
     pub fn to_guest<'a>(&self, name: &'a [u8]) -> Option<&'a [u8]> {
         let rule = self.rules.iter().find(|r| r.server && name.starts_with(&r.prepend))?;
         match rule.action {
@@ -108,7 +108,7 @@ impl FromStr for XattrMap {
     }
 }
 
-/// The fields of one rule, taken from the text one by one.
+/// The fields of one rule that are still to be read.
 struct Fields<'a> {
     rest: &'a str,
     separator: char,
@@ -148,8 +148,8 @@ fn rule(kind: &str, fields: &mut Fields) -> Result<Rule, XattrMapError> {
     Ok(Rule { action, client, server, key: fields.name()?, prepend: fields.name()? })
 }
 
-/// What `:map:key:prepend:` stands for: prefix what matches; keep the guest from the prefixed names and hide the host's
-/// own names that match; let the rest through, unless everything matches.
+/// The rules that `:map:key:prepend:` stands for. They prefix the guest's names that match, refuse it the names that
+/// already have the prefix, and hide the host's own names that match. All other names pass, unless every name matches.
 fn map_rules(key: Vec<u8>, prepend: Vec<u8>) -> Vec<Rule> {
     let all = |action, key: Vec<u8>, prepend: Vec<u8>| Rule { action, client: true, server: true, key, prepend };
     let prefix = all(Action::Prefix, key.clone(), prepend.clone());

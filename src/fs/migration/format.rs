@@ -1,8 +1,10 @@
-//! A session's state as bytes, for a migration: these types in postcard's encoding. docs/protocol.md describes the stream.
+//! A session's state as bytes, for a migration: these types in postcard's encoding. docs/protocol.md describes the
+//! stream.
 //!
-//! The sender may be hostile. In what [`State::decode`] returns, paths and names stay in the share, file types exist, and
-//! handles have a length that the kernel takes. Integers that begin an item have a fixed width, so that a stream holds no more
-//! items than it has room for, and no count reserves more than 1 MiB before its items are read.
+//! The sender may be hostile. In what [`State::decode`] returns, paths and names stay in the share, file types exist,
+//! and handles have a length that the kernel takes. A count makes the decoder reserve at most 1 MiB before it has read
+//! the items. Integers have a fixed width in the types that a stream repeats: an item in memory takes at most some five
+//! times its bytes.
 
 use std::fmt::{self, Display};
 
@@ -13,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use crate::fs::path::{MAX_NAME, is_name, is_path};
 use crate::fs::sys::{MAX_HANDLE, RawHandle};
 
-/// Why bytes are no state.
+/// Why bytes cannot be decoded.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Damaged {
     #[error("the state is damaged: {0}")]
@@ -152,7 +154,7 @@ impl State {
         }
     }
 
-    /// What a sender must not have put there.
+    /// What is wrong with the contents.
     fn fault(&self) -> Option<&'static str> {
         if self.mounts.len() > MAX_MOUNTS {
             return Some("too many mounts");

@@ -25,14 +25,15 @@ use crate::fuse::ops::{Control, Result};
 use find::Finder;
 use format::{HandleState, InodeState, Location, MountState, State};
 
-/// What a session's open files keep of their flags. Creation and truncation were done when they were opened.
+/// The flags that open files keep. Creation and truncation were done when they were opened.
 const KEPT: OFlags = OFlags::ACCMODE.union(OFlags::DSYNC).union(OFlags::SYNC).union(OFlags::LARGEFILE);
 
-/// No daemon lives long enough to give out so many nodeids, and what is left of the numbers is enough for this one.
+/// Most nodeids that a source can have given out: no daemon lives long enough for more. As many are left for this
+/// daemon.
 const MAX_NODEID: u64 = 1 << 62;
 
 impl PassthroughFs {
-    /// The session. There are no requests meanwhile.
+    /// The session. There must be no requests meanwhile.
     pub(super) fn save_state(&self) -> Result<State> {
         let root = self.inodes.get(ROOT_ID)?;
         root.with_fd(&self.places, |root_fd| {
@@ -44,7 +45,7 @@ impl PassthroughFs {
             };
             let mut inodes: Vec<_> =
                 inodes.iter().zip(locations).map(|(inode, location)| saver.inode(inode, location)).collect();
-            // An entry comes after its directory.
+            // Puts each entry after its directory.
             inodes.sort_by_key(|inode| matches!(inode.location, Location::Entry { .. }));
             Ok(State { next_id: self.inodes.next_id(), mounts: saver.mounts, inodes, handles: self.save_handles() })
         })
@@ -54,7 +55,7 @@ impl PassthroughFs {
         let mut all = Vec::new();
         self.handles.for_each(|fh, handle| {
             let (node, directory, flags) = match handle {
-                // The position in a directory comes with each request.
+                // Each READDIR says its position in the directory.
                 Ok(handle) => (handle.node, handle.listing().is_ok(), fcntl_getfl(handle.fd()).map_or(0, |f| f.bits())),
                 Err(node) => (node, false, 0),
             };
@@ -63,7 +64,7 @@ impl PassthroughFs {
         all
     }
 
-    /// Takes over a session. There are no requests meanwhile.
+    /// Takes over a session. There must be no requests meanwhile.
     pub(super) fn load_state(&self, flags: InitFlags, bytes: &[u8]) -> io::Result<()> {
         let state = State::decode(bytes).map_err(invalid)?;
         let settled = self.init(flags)?.flags;
@@ -88,7 +89,7 @@ fn invalid(what: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> io::Err
     io::Error::new(io::ErrorKind::InvalidData, what)
 }
 
-/// Writes down where the files are.
+/// Finds out where the files are.
 struct Saver<'a> {
     fs: &'a PassthroughFs,
     root: BorrowedFd<'a>,
@@ -98,7 +99,7 @@ struct Saver<'a> {
 }
 
 impl Saver<'_> {
-    /// The path of each inode, known to be right a moment ago.
+    /// The path of each inode. It was right a moment ago.
     fn paths(&self, inodes: &[Arc<Inode>]) -> Result<Vec<Location>> {
         let finder = Finder::new(self.root)?;
         let mut locations = vec![Location::Lost(Errno::NOENT); inodes.len()];
@@ -114,7 +115,7 @@ impl Saver<'_> {
         Ok(locations)
     }
 
-    /// Locates what is lost yet.
+    /// Locates the inodes that are still lost.
     fn fill(&self, finder: &Finder, inodes: &[Arc<Inode>], locations: &mut [Location]) {
         let mut hidden = Vec::new();
         for (at, inode) in inodes.iter().enumerate() {
@@ -164,7 +165,7 @@ impl Saver<'_> {
         }
     }
 
-    /// A removed file is nowhere to be found; one that was never opened may have another name.
+    /// Whether a search may find the file: it is not removed, or it was never opened and may have another name.
     fn has_name(&self, inode: &Arc<Inode>) -> bool {
         match inode.with_fd(&self.fs.places, |fd| stat(fd, c"")) {
             Ok(st) => st.stx_nlink > 0,
@@ -188,7 +189,7 @@ impl Saver<'_> {
         raw.unwrap_or_else(Location::Lost)
     }
 
-    /// The inode's handle. It opens an entry that was not needed yet, but does not keep it open.
+    /// The inode's handle. Opens a file that only READDIRPLUS has named, and closes it again.
     fn raw(&self, inode: &Arc<Inode>) -> Result<RawHandle> {
         let raw = |fd: BorrowedFd| Ok(name_to_handle(fd)?.0);
         let Some((parent, name)) = inode.lazy() else { return inode.with_fd(&self.fs.places, raw) };
@@ -244,10 +245,10 @@ fn entry<R>(
     fs.inodes.get(parent)?.with_fd(&fs.places, |dir| f(dir, name))
 }
 
-/// A mount that the source named: an open file of it.
+/// An open file of a mount that the source named.
 type Mount = Result<OwnedFd>;
 
-/// Enters what another daemon wrote down.
+/// Enters another daemon's session.
 struct Loader<'a> {
     fs: &'a PassthroughFs,
     root: Arc<Inode>,
@@ -271,7 +272,7 @@ impl<'a> Loader<'a> {
     }
 
     fn load(&mut self, state: &State) -> io::Result<()> {
-        // The root is not given out: its nodeid is fixed.
+        // The root's nodeid is never given to another file.
         let next = ROOT_ID + 1..=MAX_NODEID;
         let given = ROOT_ID..state.next_id;
         if !next.contains(&state.next_id) || state.inodes.iter().any(|inode| !given.contains(&inode.id)) {
@@ -288,12 +289,12 @@ impl<'a> Loader<'a> {
 
     fn inode(&mut self, inode: &InodeState) -> io::Result<()> {
         if (inode.id == ROOT_ID) != (inode.location == Location::Root) {
-            return Err(invalid("the state is damaged: another root"));
+            return Err(invalid("the state is damaged: it has another root"));
         }
         let found = match inode.location {
             Location::Root => {
                 let same = self.root.with_fd(&self.fs.places, |fd| verify(fd, inode));
-                return same.map(drop).map_err(|_| invalid("the shared directory is not the source's"));
+                return same.map(drop).map_err(|_| invalid("the shared directory is not the one of the source"));
             }
             _ => self.find(inode),
         };
@@ -307,7 +308,7 @@ impl<'a> Loader<'a> {
         entered.map_err(|_| invalid("the state is damaged: a nodeid comes twice"))
     }
 
-    /// What comes of a file that cannot be found.
+    /// Counts a file that cannot be found as lost, or ends the migration.
     fn lose(&mut self, what: &dyn std::fmt::Display, errno: Errno) -> io::Result<()> {
         if self.fs.config.migration.on_error == MigrationOnError::Abort {
             let text = format!("{what}: {errno} (--migration-on-error=guest-error would go on without it)");
@@ -347,7 +348,11 @@ impl<'a> Loader<'a> {
     }
 
     fn handle(&mut self, handle: &HandleState) -> io::Result<()> {
-        let inode = self.fs.inodes.get(handle.node).map_err(|_| invalid("the state is damaged: a file of no inode"))?;
+        let inode = self
+            .fs
+            .inodes
+            .get(handle.node)
+            .map_err(|_| invalid("the state is damaged: an open file without an inode"))?;
         let opened = if inode.is_lost() { Err(handle.node) } else { self.open(&inode, handle)? };
         self.fs.handles.restore(handle.fh, opened).map_err(|_| invalid("the state is damaged: an impossible handle"))
     }
@@ -359,7 +364,7 @@ impl<'a> Loader<'a> {
                 file.map(|file| self.fs.handle(inode, file))
             }
             (false, libc::S_IFREG) => self.open_file(inode, handle.flags).map(|file| self.fs.handle(inode, file)),
-            // The file there is of another type than the one that was open.
+            // The source had a file of another type open.
             _ => Err(Errno::STALE),
         };
         match opened {
@@ -383,10 +388,10 @@ impl<'a> Loader<'a> {
     }
 }
 
-/// Opens the mount that the source named, if it is the same.
+/// Opens a mount that the source named, if it is the same mount.
 fn open_mount(root: BorrowedFd, mount: &MountState) -> Result<OwnedFd> {
     let fd = open_beneath(root, &mount.path, OFlags::PATH)?;
-    // A mount is that of a directory or a file. To open anything else could block or act.
+    // A mount's root is a directory or a regular file. Opening anything else could block, or do something.
     let format = u32::from(stat(fd.as_fd(), c"")?.stx_mode) & libc::S_IFMT;
     if !matches!(format, libc::S_IFDIR | libc::S_IFREG) {
         return Err(Errno::STALE);
@@ -397,7 +402,7 @@ fn open_mount(root: BorrowedFd, mount: &MountState) -> Result<OwnedFd> {
     reopen(fd.as_fd(), OFlags::RDONLY)
 }
 
-/// The file's attributes, if it is of the type that the source saw, and has the handle.
+/// The file's attributes, if it has the type and the handle that the source saw.
 fn verify(fd: BorrowedFd, inode: &InodeState) -> Result<Statx> {
     let st = check_format(stat(fd, c"")?, inode)?;
     match &inode.verify {

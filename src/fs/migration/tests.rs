@@ -29,7 +29,7 @@ const PATHS: Migration = Migration {
 const VERIFY: Migration = Migration { verify_handles: true, confirm_paths: true, ..PATHS };
 const HANDLES: Migration = Migration { mode: MigrationMode::FileHandles, trust_handles: true, ..PATHS };
 
-/// A share on a disk: a tmpfs may know no file handles.
+/// A share on a disk: a tmpfs may have no file handles.
 struct Share(TempDir);
 
 impl Share {
@@ -132,7 +132,7 @@ fn goes_on(migration: Migration, target_handles: FileHandles) {
     let before = open(&source, ro, libc::O_RDONLY);
     let fh = open(&source, file, libc::O_RDWR);
     let read_only = open(&source, ro, libc::O_RDONLY);
-    // Leaves a slot free below others.
+    // Leaves a free slot before others.
     source.release(ro, &ReleaseIn { fh: before, ..Default::default() }).unwrap();
     let listing = source.opendir(dir, 0).unwrap().fh;
     let mut all = List::default();
@@ -155,20 +155,20 @@ fn goes_on(migration: Migration, target_handles: FileHandles) {
     names.sort();
     names.dedup();
     assert_eq!((names.len(), all.entries.len()), (23, 23));
-    // The guest's references are those of the source, and one more.
+    // The guest has the source's references, and one more.
     assert_eq!(lookup(&target, "read"), ro);
     target.release(ro, &ReleaseIn { fh: read_only, ..Default::default() }).unwrap();
     target.forget(ro, 1);
     assert!(ino(&target, ro).is_ok());
     target.forget(ro, 1);
     assert_eq!(ino(&target, ro), Err(Errno::STALE));
-    // What is new gets numbers that are not in use.
+    // New files get unused numbers.
     share.put("new", "");
     let new = lookup(&target, "new");
     let fhs: Vec<u64> = (0..10).map(|_| open(&target, new, libc::O_RDONLY)).collect();
     assert!(!known.contains(&new) && !fhs.contains(&fh) && !fhs.contains(&listing));
     assert_eq!(write(&target, file, fh, 0, "target"), Ok(6));
-    // And it can move on.
+    // The session can move again.
     let next = share.target(migration, flags, &target.save().unwrap()).unwrap();
     assert_eq!(write(&next, file, fh, 0, "next"), Ok(4));
 }
@@ -190,7 +190,7 @@ fn a_session_goes_on_by_handles() {
 }
 
 #[test]
-fn what_the_host_moved_is_found() {
+fn files_that_the_host_moved_are_found() {
     let share = Share::new();
     fs::create_dir(share.path("d")).unwrap();
     share.put("renamed", "1");
@@ -228,7 +228,7 @@ fn a_removed_file_is_lost_without_its_handle() {
         assert_eq!((ino(&target, gone), read(&target, gone, gone_fh)), (Err(Errno::IO), Err(Errno::IO)));
         assert_eq!(super::super::tests::open(&target, gone, 0).err(), Some(Errno::IO));
         assert_eq!(target.getattr(gone, Some(gone_fh)).err(), Some(Errno::IO));
-        // Another file of that name is another file.
+        // A new file of that name is not taken for the old one.
         share.put("gone", "another");
         assert_ne!(lookup(&target, "gone"), gone);
         assert!(target.release(gone, &ReleaseIn { fh: gone_fh, ..Default::default() }).is_err());
@@ -255,7 +255,7 @@ fn a_removed_file_moves_by_its_handle() {
     let target = share.target(Migration { trust_handles: true, ..PATHS }, flags, &state).unwrap();
     assert_eq!((read(&target, node, fh), write(&target, node, fh, 4, "more")), (Ok(4), Ok(4)));
     drop((source, target));
-    // Nobody holds it any more.
+    // Nothing holds it any more.
     assert!(share.target(HANDLES, flags, &state).is_err());
 }
 
@@ -300,7 +300,7 @@ fn submounts_move_with_it() {
         }
         let root = share.0.path().join("dir/mount");
         if by_handle {
-            // Another file system in that place is not taken for the one that was there.
+            // Another file system there is not taken for the old one.
             let other = Mounted::new(root.join("..").join("other")).unwrap();
             mount_move(&other.0, &root).unwrap();
             assert!(share.target(migration, flags, &state).is_err());
@@ -318,7 +318,7 @@ fn a_replaced_file_is_seen() {
     let (source, flags) = share.source(VERIFY);
     let (file, other) = (lookup(&source, "file"), lookup(&source, "was a file"));
     let state = source.save().unwrap();
-    // The old one stays, or the new one could have its number.
+    // The old file stays, so that the new one cannot get its inode number.
     fs::rename(share.path("file"), share.path("old")).unwrap();
     share.put("file", "new");
     if has_handles() {
@@ -369,7 +369,7 @@ fn a_hostile_state_gets_an_error_and_never_a_panic() {
     let bytes = source.save().unwrap();
     let lenient = Migration { on_error: MigrationOnError::GuestError, ..HANDLES };
     for at in 0..bytes.len() {
-        // A damaged `fh` makes a daemon's table of handles long, and so slow to clear.
+        // A damaged `fh` can make the table of handles long. It is then slow to clear.
         let fs = share.daemon(lenient, FileHandles::Never);
         for bit in 0..8 {
             let mut bytes = bytes.clone();
@@ -398,7 +398,7 @@ fn a_hostile_state_gets_an_error_and_never_a_panic() {
     assert!(damaged(&|s| s.handles[0].fh = u64::MAX).is_some());
     assert!(damaged(&|s| s.handles.push(handle(s.handles[0].fh, file))).is_some());
     assert_eq!(fs.known_inodes(), 1);
-    // No symbolic link is followed, and no truncation done again.
+    // No symbolic link is followed, and no file is truncated again.
     share.put("file", "data");
     damaged(&|s| {
         s.inodes[1].location = Location::Path(b"out/etc/passwd".into());
