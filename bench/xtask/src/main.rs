@@ -8,7 +8,7 @@ mod plot;
 mod report;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::builder::PossibleValuesParser;
@@ -22,6 +22,12 @@ use thruway_bench::series::Series;
 #[derive(Parser)]
 enum Task {
     Bench(Options),
+    /// Redraws the plots from the tables in benchmarks.md
+    Plots {
+        /// Where benchmarks.md and plots/ are [default: docs]
+        #[arg(long, value_name = "DIR")]
+        out: Option<PathBuf>,
+    },
 }
 
 /// Compares daemons by what guests measure, and writes benchmarks.md with plots
@@ -99,25 +105,34 @@ impl Results {
 }
 
 fn main() -> ExitCode {
-    let Task::Bench(options) = Task::parse();
-    match run(&options) {
+    let (name, done) = match Task::parse() {
+        Task::Bench(options) => ("bench", bench(&options)),
+        Task::Plots { out } => ("plots", plots(&out.unwrap_or_else(|| host::root().join("docs")))),
+    };
+    match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
-            eprintln!("bench: {e}");
+            eprintln!("{name}: {e}");
             ExitCode::FAILURE
         }
     }
 }
 
-fn run(options: &Options) -> Result<()> {
+fn plots(out: &Path) -> Result<()> {
+    let path = out.join("benchmarks.md");
+    let text = std::fs::read_to_string(&path).map_err(|e| format!("cannot read {}: {e}", path.display()))?;
+    plot::write(&text, &out.join("plots"))
+}
+
+fn bench(options: &Options) -> Result<()> {
     guest::catch_signals()?;
     let out = options.out();
     // Before the minutes that it takes to measure.
     let page = report::Page::open(out.join("benchmarks.md"))?;
     let results = measure(options)?;
     print!("\n{}", report::tables(&results));
-    plot::write(&results, &out.join("plots"))?;
     page.write(&results)?;
+    plots(&out)?;
     println!("\nwritten: {}", out.join("benchmarks.md").display());
     Ok(())
 }
