@@ -16,6 +16,7 @@ use rustix::process::umask;
 use thiserror::Error;
 
 /// Why the daemon cannot listen, in one line.
+#[expect(missing_docs, reason = "each variant has its message")]
 #[derive(Debug, Error)]
 pub enum Error {
     #[error("another daemon uses the socket '{0}': stop it, or choose another path")]
@@ -45,6 +46,7 @@ const LONGEST_PID: u64 = 20;
 /// A listening socket at a path.
 #[derive(Debug)]
 pub struct Bound {
+    /// The socket.
     pub listener: UnixListener,
     /// Locked while it is open. Meanwhile no other daemon can take the path.
     pub pid_file: File,

@@ -159,6 +159,7 @@ impl Default for Options {
 }
 
 /// Why the device stopped.
+#[expect(missing_docs, reason = "each variant has its message")]
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("the number of request queues must be 1 to {MAX_REQUEST_QUEUES}, not {0}")]

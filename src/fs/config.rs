@@ -4,49 +4,65 @@ use super::idmap::IdMap;
 use super::xattrmap::XattrMap;
 use crate::limits;
 
-/// How long the guest may trust what it has cached (`--cache`).
+/// How long the guest may use what it has cached (`--cache`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum CachePolicy {
+    /// Names and attributes for a second. Contents until the next open.
     Auto,
+    /// Everything for a day.
     Always,
+    /// Names and attributes for a day. No contents.
     Metadata,
+    /// Nothing.
     Never,
 }
 
-/// When inodes are held by file handle rather than by O_PATH descriptor (`--inode-file-handles`).
+/// Whether inodes are held by file handle instead of by O_PATH descriptor (`--inode-file-handles`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum FileHandles {
+    /// By descriptor.
     Never,
+    /// By file handle where the file system has them.
     Prefer,
+    /// By file handle, or the daemon does not start.
     Mandatory,
 }
 
 /// Whether a feature is offered to the guest (`--posix-acl`, `--security-label`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Offer {
+    /// No.
     Never,
+    /// If the guest supports it.
     Auto,
+    /// Yes. A guest that does not support it is refused.
     Always,
 }
 
-/// How a migration's source says which file an inode is (`--migration-mode`).
+/// How a migration's source describes the file of an inode (`--migration-mode`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum MigrationMode {
+    /// By its path in the share.
     FindPaths,
+    /// By its file handle.
     FileHandles,
 }
 
 /// What a migration's target does about a file that it cannot find (`--migration-on-error`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum MigrationOnError {
+    /// It fails the migration.
     Abort,
+    /// It answers the guest's requests for that file with EIO.
     GuestError,
 }
 
 /// How a session moves to another daemon.
 #[derive(Clone, Copy, Debug)]
 pub struct Migration {
+    /// `--migration-mode`
     pub mode: MigrationMode,
+    /// `--migration-on-error`
     pub on_error: MigrationOnError,
     /// `--migration-verify-handles`
     pub verify_handles: bool,
@@ -60,28 +76,47 @@ pub struct Migration {
 /// The options of a [`PassthroughFs`](super::PassthroughFs), as on the command line.
 #[derive(Clone, Debug)]
 pub struct Config {
+    /// `--cache`
     pub cache: CachePolicy,
+    /// `--writeback`
     pub writeback: bool,
+    /// `--allow-direct-io`
     pub allow_direct_io: bool,
+    /// `--allow-mmap`
     pub allow_mmap: bool,
+    /// `--killpriv-v2`
     pub killpriv_v2: bool,
+    /// Not `--no-readdirplus`.
     pub readdirplus: bool,
+    /// `--xattr`, or an option that implies it.
     pub xattr: bool,
+    /// `--posix-acl`
     pub posix_acl: Offer,
+    /// `--security-label`
     pub security_label: Offer,
+    /// `--announce-submounts`
     pub announce_submounts: bool,
+    /// `--inode-file-handles`
     pub inode_file_handles: FileHandles,
+    /// `--preserve-noatime`
     pub preserve_noatime: bool,
+    /// `--readonly`
     pub readonly: bool,
+    /// `--posix-lock`
     pub posix_lock: bool,
+    /// `--flock`
     pub flock: bool,
+    /// `--translate-uid`
     pub uid_map: IdMap,
+    /// `--translate-gid`
     pub gid_map: IdMap,
+    /// `--xattrmap`
     pub xattrmap: Option<XattrMap>,
+    /// The options `--migration-…`.
     pub migration: Migration,
     /// The most inodes that the guest may know.
     pub max_inodes: usize,
-    /// Smallest file that the guest is told to map (`--dax-min-size`), in bytes.
+    /// The smallest file that the guest is told to map (`--dax-min-size`), in bytes.
     pub dax_min_size: u64,
     /// Smallest file that gets passthrough (`--passthrough-min-size`), in bytes.
     pub passthrough_min_size: u64,

@@ -1,4 +1,8 @@
-//! What the server needs of a file system: a trait for each concern. Errors are errnos, which reach the guest unchanged.
+//! What the server needs of a file system: a trait for each concern.
+//!
+//! Errors are errnos, which reach the guest unchanged. Unless a method says otherwise, they are those of the system
+//! call that it names, ESTALE for a `node` or `parent` that the guest does not know, and EBADF for an `fh` that it does
+//! not have.
 
 use std::ffi::CStr;
 use std::io;
@@ -10,12 +14,14 @@ use super::abi::*;
 use super::buf::IoRange;
 use super::reply::Reply;
 
+/// The result of an operation.
 pub type Result<T> = std::result::Result<T, Errno>;
 
 /// Who creates a file, and how.
 pub struct Creator<'a> {
     /// The new file's owner, by the guest's numbers.
     pub uid: u32,
+    /// The new file's group, by the guest's numbers.
     pub gid: u32,
     /// The umask to apply unless the directory has a default ACL. 0 if the guest has applied it.
     pub umask: u32,
@@ -27,6 +33,7 @@ pub struct Creator<'a> {
 
 /// What INIT settled.
 pub struct Session {
+    /// What both sides support.
     pub flags: InitFlags,
     /// log2 of the alignment in bytes of offsets in the DAX window and in mapped files, with MAP_ALIGNMENT.
     pub map_alignment: u16,
@@ -75,8 +82,8 @@ pub trait Control: Send + Sync + 'static {
     fn save(&self) -> io::Result<Vec<u8>> {
         Err(io::ErrorKind::Unsupported.into())
     }
-    /// Takes over what [`save`](Self::save) gave. The state may hold anything. `flags`: what INIT settled. No request is served
-    /// meanwhile.
+    /// Takes over what [`save`](Self::save) gave. The state may hold anything. `flags`: what INIT settled. No request
+    /// is served meanwhile.
     ///
     /// # Errors
     /// If the state is not valid. There are no nodeids or handles then.
@@ -85,30 +92,45 @@ pub trait Control: Send + Sync + 'static {
     }
 }
 
+/// Attributes of files and file systems.
 pub trait Attrs {
+    /// fstat(2). `fh`: an open file of this node.
     fn getattr(&self, node: u64, fh: Option<u64>) -> Result<AttrOut>;
+    /// chmod(2), chown(2), truncate(2) and utimensat(2), by the bits of `valid`.
     fn setattr(&self, node: u64, attr: &SetattrIn) -> Result<AttrOut>;
+    /// statx(2).
     fn statx(&self, node: u64, fh: Option<u64>, flags: u32, mask: u32) -> Result<StatxOut>;
+    /// statfs(2).
     fn statfs(&self, node: u64) -> Result<StatfsOut>;
+    /// access(2) for this user and group.
     fn access(&self, node: u64, uid: u32, gid: u32, mask: u32) -> Result<()>;
 }
 
 /// Each entry that is returned counts as one lookup of its nodeid.
 pub trait Names {
+    /// Finds a name in a directory.
     fn lookup(&self, parent: u64, name: &CStr) -> Result<EntryOut>;
+    /// The guest has dropped `nlookup` lookups of the node.
     fn forget(&self, node: u64, nlookup: u64);
     /// Writes the target to `to`, cut to its length.
     fn readlink(&self, node: u64, to: &mut Vec<u8>) -> Result<()>;
+    /// symlink(2).
     fn symlink(&self, parent: u64, name: &CStr, target: &CStr, by: &Creator) -> Result<EntryOut>;
+    /// mknod(2).
     fn mknod(&self, parent: u64, name: &CStr, mode: u32, rdev: u32, by: &Creator) -> Result<EntryOut>;
+    /// mkdir(2).
     fn mkdir(&self, parent: u64, name: &CStr, mode: u32, by: &Creator) -> Result<EntryOut>;
+    /// unlink(2).
     fn unlink(&self, parent: u64, name: &CStr) -> Result<()>;
+    /// rmdir(2).
     fn rmdir(&self, parent: u64, name: &CStr) -> Result<()>;
     /// `by`: the owner of the device node that RENAME_WHITEOUT leaves.
     fn rename(&self, parent: u64, name: &CStr, newparent: u64, newname: &CStr, flags: u32, by: &Creator) -> Result<()>;
+    /// link(2).
     fn link(&self, node: u64, newparent: u64, newname: &CStr) -> Result<EntryOut>;
 }
 
+/// Regular files.
 pub trait Files {
     /// Replies with an [`OpenOut`], at once or later. With `patient`, the thread may wait for the holder of a lease.
     ///
@@ -121,41 +143,62 @@ pub trait Files {
     fn create(&self, parent: u64, name: &CStr, create: &CreateIn, by: &Creator, reply: &mut Reply) -> Result<()>;
     /// As [`create`](Self::create), for a file without a name.
     fn tmpfile(&self, parent: u64, create: &CreateIn, by: &Creator, reply: &mut Reply) -> Result<()>;
-    /// How many bytes were read. `None`: the thread would wait for the host's file system, which it may only with `waits`.
+    /// How many bytes were read. `None`: the thread would wait for the host's file system, which it may only with
+    /// `waits`.
     fn read(&self, node: u64, read: &ReadIn, to: &IoRange, waits: bool) -> Result<Option<usize>>;
     /// The open file, if io_uring may read from it. If not, a thread that may wait calls [`read`](Self::read).
     fn file_for_read(&self, node: u64, read: &ReadIn) -> Result<Option<OwnedFd>>;
+    /// pwrite(2) at the offset of the request. Returns the number of bytes.
     fn write(&self, node: u64, write: &WriteIn, from: &IoRange) -> Result<usize>;
     /// The open file, if somebody else may write to it in place of [`write`](Self::write), on behalf of this thread.
     fn file_for_write(&self, node: u64, write: &WriteIn) -> Result<Option<OwnedFd>>;
+    /// A process has closed a descriptor of the file: drops the locks of `lock_owner`.
     fn flush(&self, node: u64, fh: u64, lock_owner: u64) -> Result<()>;
+    /// The last descriptor of an open file is closed.
     fn release(&self, node: u64, release: &ReleaseIn) -> Result<()>;
     /// Whether a sync, a copy or an allocation may take long. A queue's worker must not do it then.
     fn waits(&self, node: u64, fh: u64) -> bool;
+    /// fsync(2), or fdatasync(2) with `datasync`.
     fn fsync(&self, node: u64, fh: u64, datasync: bool) -> Result<()>;
+    /// fallocate(2).
     fn fallocate(&self, node: u64, args: &FallocateIn) -> Result<()>;
+    /// lseek(2) with SEEK_DATA or SEEK_HOLE. Offsets are in bytes.
     fn lseek(&self, node: u64, fh: u64, offset: u64, whence: u32) -> Result<u64>;
+    /// copy_file_range(2). Returns the number of bytes.
     fn copy_file_range(&self, node: u64, args: &CopyFileRangeIn) -> Result<usize>;
+    /// syncfs(2) on the file system of this node.
     fn syncfs(&self, node: u64) -> Result<()>;
 }
 
+/// Directories.
 pub trait Dirs {
+    /// Opens a directory.
     fn opendir(&self, node: u64, flags: u32) -> Result<OpenOut>;
+    /// Lists a directory from the position `offset` on.
     fn readdir(&self, node: u64, fh: u64, offset: u64, sink: &mut dyn DirSink) -> Result<()>;
+    /// Like [`readdir`](Self::readdir), with attributes. Each entry counts as one lookup.
     fn readdirplus(&self, node: u64, fh: u64, offset: u64, sink: &mut dyn DirSink) -> Result<()>;
+    /// Closes a directory.
     fn releasedir(&self, node: u64, fh: u64) -> Result<()>;
+    /// Like [`Files::fsync`], for a directory.
     fn fsyncdir(&self, node: u64, fh: u64, datasync: bool) -> Result<()>;
 }
 
+/// Extended attributes.
 pub trait Xattrs {
+    /// setxattr(2). With `kill_sgid` it clears the set-group-ID bit.
     fn setxattr(&self, node: u64, name: &CStr, value: &[u8], flags: u32, kill_sgid: bool) -> Result<()>;
     /// Writes the value to `to`, at most `size` bytes. Returns its length. A `size` of 0 asks for the length alone.
     fn getxattr(&self, node: u64, name: &CStr, size: usize, to: &mut Vec<u8>) -> Result<usize>;
+    /// Like [`getxattr`](Self::getxattr), for the list of names.
     fn listxattr(&self, node: u64, size: usize, to: &mut Vec<u8>) -> Result<usize>;
+    /// removexattr(2).
     fn removexattr(&self, node: u64, name: &CStr) -> Result<()>;
 }
 
+/// Locks.
 pub trait Locks {
+    /// fcntl(2) with F_GETLK.
     fn getlk(&self, node: u64, lk: &LkIn) -> Result<LkOut>;
     /// Takes or drops a lock. If another holds it: EAGAIN, or with `wait` a function that waits for it.
     fn setlk(&self, node: u64, unique: u64, lk: &LkIn, wait: bool) -> Result<Option<LockWait>>;
@@ -163,8 +206,8 @@ pub trait Locks {
 
 /// The DAX window and the passthrough window.
 pub trait Mappings {
-    /// Whether the guest has mapped files. If so, a change that removes part of a file may wait for another guest, which in turn waits
-    /// for this guest's memory. A worker uses that memory, so it must not make the change.
+    /// Whether the guest has mapped files. If so, a change that removes part of a file may wait for another guest,
+    /// which in turn waits for this guest's memory. A worker uses that memory, so it must not make the change.
     fn has_mappings(&self) -> bool {
         false
     }
@@ -182,6 +225,7 @@ pub trait Mappings {
     }
 }
 
+/// All the traits above.
 pub trait FileSystem: Control + Attrs + Names + Files + Dirs + Xattrs + Locks + Mappings {}
 
 impl<T: Control + Attrs + Names + Files + Dirs + Xattrs + Locks + Mappings> FileSystem for T {}

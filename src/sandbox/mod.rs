@@ -36,7 +36,9 @@ pub enum Sandbox {
 /// What [`enter`] needs to know.
 #[derive(Clone, Debug)]
 pub struct Settings {
+    /// `--sandbox`
     pub sandbox: Sandbox,
+    /// `--shared-dir`
     pub shared_dir: PathBuf,
     /// User IDs of the user namespace; empty: only the user's own ID. Only for an ordinary user with
     /// [`Sandbox::Namespace`].
@@ -58,6 +60,7 @@ pub struct Entered {
 }
 
 /// Why the daemon cannot enter the sandbox, in one line.
+#[expect(missing_docs, reason = "each variant has its message")]
 #[derive(Debug, Error)]
 pub enum Error {
     #[error("--sandbox chroot needs root: run as root, or use --sandbox namespace or none")]

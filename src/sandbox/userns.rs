@@ -16,8 +16,11 @@ use super::{Error, Step};
 /// Maps the IDs `inside..inside + count` of the namespace to the IDs of the host from `outside` on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IdRange {
+    /// The first ID in the namespace.
     pub inside: u32,
+    /// The first ID on the host.
     pub outside: u32,
+    /// The number of IDs, at least 1.
     pub count: u32,
 }
 
