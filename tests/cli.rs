@@ -1,6 +1,6 @@
 //! The daemon's command line as its caller sees it: exit status, one line on stderr, the socket.
 
-use std::fs;
+use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{OFlags, fcntl_setfl};
 use rustix::io::{FdFlags, fcntl_setfd};
+use rustix::pipe::{PipeFlags, pipe_with};
 use rustix::process::{Resource::Nofile, Rlimit};
 use thruway::fuse::abi::{InitInCompat, KERNEL_VERSION, Opcode};
 use thruway_bench::frontend::{Frontend, Options};
@@ -315,7 +316,8 @@ fn a_flood_of_messages_delays_nothing() {
     const FLOOD: u64 = 1000;
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("socket");
-    let (mut log, mut full) = std::io::pipe().unwrap();
+    let (log, full) = pipe_with(PipeFlags::CLOEXEC).unwrap();
+    let (mut log, mut full) = (File::from(log), File::from(full));
     let mut command = daemon();
     command.arg("--shared-dir").arg(dir.path()).arg("--socket-path").arg(&socket).args(["--sandbox", "none"]);
     let mut child = Running(command.stderr(full.try_clone().unwrap()).spawn().unwrap());

@@ -17,6 +17,7 @@ use libfuzzer_sys::fuzz_target;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use rustix::pipe::{PipeFlags, pipe_with};
 use thruway::device::{self, Handler, Options};
 use thruway::fuse::ops::Wait;
 use thruway::fuse::{Transport, Work};
@@ -98,9 +99,8 @@ fn descriptor(input: &mut Input, guest: &OwnedFd, kept: &mut Vec<OwnedFd>, is_st
             small
         }
         7 | 8 => {
-            let (from, to) = io::pipe().unwrap();
-            let (given, other): (OwnedFd, OwnedFd) =
-                if input.u8() & 1 == 0 { (from.into(), to.into()) } else { (to.into(), from.into()) };
+            let (from, to) = pipe_with(PipeFlags::CLOEXEC).unwrap();
+            let (given, other) = if input.u8() & 1 == 0 { (from, to) } else { (to, from) };
             kept.push(other);
             given
         }

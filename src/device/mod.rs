@@ -410,10 +410,10 @@ impl<H: Handler> VhostUserBackend for Device<H> {
             // An error ends the worker thread.
             return Err(io::ErrorKind::ConnectionAborted.into());
         }
-        if event == self.uring_token()
-            && let Some(uring) = self.workers.urings.of(thread)
-        {
-            uring.lock().seen();
+        if event == self.uring_token() {
+            if let Some(uring) = self.workers.urings.of(thread) {
+                uring.lock().seen();
+            }
         }
         // A thread has one queue, so one ring.
         if let (Some(ring), Some(known)) = (vrings.first(), self.rings.get(thread)) {

@@ -120,16 +120,14 @@ impl Ring {
         let mut state = self.vring.get_mut();
         self.publish(&mut state, mem, used);
         let mut taken = self.heads.lock();
-        if live(&state)
-            && !taken.ended
-            && is_near(&state, mem)
-            && let Err(breach) = take(state.get_queue_mut(), mem, &mut taken, heads, rest)
-        {
-            taken.ended = true;
-            tracing::error!(
-                "the guest's driver broke VIRTIO's rules on queue {index}: {breach}. The queue stays unserved until the \
-                 guest resets the device"
-            );
+        if live(&state) && !taken.ended && is_near(&state, mem) {
+            if let Err(breach) = take(state.get_queue_mut(), mem, &mut taken, heads, rest) {
+                taken.ended = true;
+                tracing::error!(
+                    "the guest's driver broke VIRTIO's rules on queue {index}: {breach}. The queue stays unserved until the \
+                     guest resets the device"
+                );
+            }
         }
         table(&state)
     }

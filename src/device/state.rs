@@ -88,25 +88,25 @@ impl Transfer {
 
 #[cfg(test)]
 mod tests {
-    use std::io::pipe;
-    use std::os::fd::OwnedFd;
+    use rustix::pipe::{PipeFlags, pipe_with};
 
     use super::*;
 
-    fn file(end: impl Into<OwnedFd>) -> File {
-        end.into().into()
+    fn pipe() -> (File, File) {
+        let (from, to) = pipe_with(PipeFlags::CLOEXEC).unwrap();
+        (from.into(), to.into())
     }
 
     #[test]
     fn a_state_goes_through_pipes() {
-        let (from, to) = pipe().unwrap();
+        let (from, to) = pipe();
         let (source, target) = (Transfer::default(), Transfer::default());
         // Longer than a pipe's buffer.
         let state = vec![7; 1 << 20];
         let copy = state.clone();
-        source.save(file(to), move || Ok(copy)).unwrap();
+        source.save(to, move || Ok(copy)).unwrap();
         target
-            .load(file(from), move |loaded| if loaded == state { Ok(()) } else { Err(io::ErrorKind::Other.into()) })
+            .load(from, move |loaded| if loaded == state { Ok(()) } else { Err(io::ErrorKind::Other.into()) })
             .unwrap();
         assert!(source.finish().is_ok() && target.finish().is_ok());
         assert!(source.finish().is_err());
@@ -114,22 +114,22 @@ mod tests {
 
     #[test]
     fn errors_are_reported_when_asked_for() {
-        let (mut from, to) = pipe().unwrap();
+        let (mut from, to) = pipe();
         let source = Transfer::default();
-        source.save(file(to), || Err(io::ErrorKind::NotFound.into())).unwrap();
+        source.save(to, || Err(io::ErrorKind::NotFound.into())).unwrap();
         assert_eq!(from.read_to_end(&mut Vec::new()).unwrap(), 0);
         assert_eq!(source.finish().unwrap_err().kind(), io::ErrorKind::NotFound);
-        let (from, to) = pipe().unwrap();
+        let (from, to) = pipe();
         drop(from);
-        source.save(file(to), || Ok(vec![0; 1 << 20])).unwrap();
+        source.save(to, || Ok(vec![0; 1 << 20])).unwrap();
         assert!(source.finish().is_err());
     }
 
     #[test]
     fn nothing_is_loaded_after_the_connection() {
-        let (from, to) = pipe().unwrap();
+        let (from, to) = pipe();
         let target = Transfer::default();
-        target.load(file(from), |_| Ok(())).unwrap();
+        target.load(from, |_| Ok(())).unwrap();
         assert!(target.load(File::open("/dev/null").unwrap(), |_| Ok(())).is_err());
         target.cancel();
         drop(to);

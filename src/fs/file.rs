@@ -142,10 +142,10 @@ impl PassthroughFs {
             return Err(Errno::BADF);
         }
         cred::keep_setid(open.open_flags & OPEN_KILL_SUIDGID == 0);
-        if self.is_plain(open.flags)
-            && let Some(file) = inode.take_readable()
-        {
-            return self.opened(&inode, file, open.flags, reply, out);
+        if self.is_plain(open.flags) {
+            if let Some(file) = inode.take_readable() {
+                return self.opened(&inode, file, open.flags, reply, out);
+            }
         }
         let opening = || {
             self.try_open(open.flags, |flags| match patient {
@@ -338,10 +338,10 @@ impl Files for PassthroughFs {
             self.locks.drop_owner(node, owner);
         }
         self.uncount(node);
-        if handle.plain
-            && let Ok(inode) = self.inodes.get(node)
-        {
-            inode.keep(&self.places, handle.into_fd(), true);
+        if handle.plain {
+            if let Ok(inode) = self.inodes.get(node) {
+                inode.keep(&self.places, handle.into_fd(), true);
+            }
         }
         Ok(())
     }

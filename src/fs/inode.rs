@@ -148,11 +148,12 @@ impl Inode {
     /// # Errors
     /// As [`with_fd`](Self::with_fd).
     pub fn stat(self: &Arc<Self>, places: &Places) -> Result<Statx> {
-        if let Some((parent, name)) = self.lazy()
-            && let Ok(st) = parent.with_fd(places, |dir| stat(dir, &name))
-            && self.is_of(&st)
-        {
-            return Ok(st);
+        if let Some((parent, name)) = self.lazy() {
+            if let Ok(st) = parent.with_fd(places, |dir| stat(dir, &name)) {
+                if self.is_of(&st) {
+                    return Ok(st);
+                }
+            }
         }
         self.with_fd(places, |fd| stat(fd, c""))
     }
@@ -189,10 +190,10 @@ impl Inode {
             return;
         }
         self.used.store(true, Ordering::Relaxed);
-        if let Some(mut kept) = self.spare.try_write()
-            && kept.as_ref().is_none_or(|spare| readable && !spare.readable)
-        {
-            *kept = Some(Spare { fd, readable });
+        if let Some(mut kept) = self.spare.try_write() {
+            if kept.as_ref().is_none_or(|spare| readable && !spare.readable) {
+                *kept = Some(Spare { fd, readable });
+            }
         }
     }
 
@@ -303,10 +304,10 @@ impl Inode {
         if !self.is_lazy() {
             return;
         }
-        if let Place::Name(p, n) = &mut *self.place.write()
-            && (p.id != parent.id || **n != *name)
-        {
-            (*p, *n) = (parent.clone(), name.into());
+        if let Place::Name(p, n) = &mut *self.place.write() {
+            if p.id != parent.id || **n != *name {
+                (*p, *n) = (parent.clone(), name.into());
+            }
         }
     }
 

@@ -112,13 +112,13 @@ impl PassthroughFs {
                 make(dir)?;
             }
             let entry = self.enter(parent, dir, name, false)?;
-            if let Some((label, value)) = by.label
-                && let Err(errno) = self.label(entry.nodeid, label, value)
-            {
-                let directory = entry.attr.mode & libc::S_IFMT == libc::S_IFDIR;
-                let _ = unlinkat(dir, name, if directory { AtFlags::REMOVEDIR } else { AtFlags::empty() });
-                self.inodes.forget(entry.nodeid, 1);
-                return Err(errno);
+            if let Some((label, value)) = by.label {
+                if let Err(errno) = self.label(entry.nodeid, label, value) {
+                    let directory = entry.attr.mode & libc::S_IFMT == libc::S_IFDIR;
+                    let _ = unlinkat(dir, name, if directory { AtFlags::REMOVEDIR } else { AtFlags::empty() });
+                    self.inodes.forget(entry.nodeid, 1);
+                    return Err(errno);
+                }
             }
             Ok(entry)
         })

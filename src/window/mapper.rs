@@ -304,12 +304,12 @@ impl Mapper {
 
     /// What to map for `want`: the file's own pages where that is safe.
     fn stand_in(&mut self, want: Mapping) -> Result<StandIn> {
-        if !self.revoked.contains_key(&want.node)
-            && let Some(through) = self.through(want)?
-            && self.is_whole(want)?
-            && self.has_room(want, &through)?
-        {
-            return Ok(through);
+        if !self.revoked.contains_key(&want.node) {
+            if let Some(through) = self.through(want)? {
+                if self.is_whole(want)? && self.has_room(want, &through)? {
+                    return Ok(through);
+                }
+            }
         }
         self.cached(want)
     }
@@ -500,10 +500,10 @@ impl Mapper {
             let copy = self.cached(Mapping { writable: true, ..mapping })?;
             self.replace(range, mapping, Ok(copy));
         }
-        if !self.is_mapped(node, Kind::Through)
-            && let Ok(file) = self.file(node)
-        {
-            file.through = None;
+        if !self.is_mapped(node, Kind::Through) {
+            if let Ok(file) = self.file(node) {
+                file.through = None;
+            }
         }
         Ok(())
     }
@@ -536,10 +536,10 @@ impl Mapper {
                 self.replace(range, mapping, Ok(through.clone()));
             }
         }
-        if !self.is_mapped(node, Kind::Through)
-            && let Ok(file) = self.file(node)
-        {
-            file.through = None;
+        if !self.is_mapped(node, Kind::Through) {
+            if let Ok(file) = self.file(node) {
+                file.through = None;
+            }
         }
     }
 

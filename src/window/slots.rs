@@ -136,10 +136,10 @@ impl Slots {
     pub fn reset(&mut self) {
         let all: Vec<u32> = self.known.keys().copied().collect();
         all.into_iter().for_each(|index| self.drop_slot(index));
-        if std::mem::take(&mut self.has_table)
-            && let Some(file) = self.pass.table.file()
-        {
-            self.shared.unmap(TABLE, 0, table::LEN, file, 0);
+        if std::mem::take(&mut self.has_table) {
+            if let Some(file) = self.pass.table.file() {
+                self.shared.unmap(TABLE, 0, table::LEN, file, 0);
+            }
         }
     }
 

@@ -223,11 +223,11 @@ fn daemon_text(results: &Results, table: &Table, name: &'static str, title: &str
         let Some(series) = results.figures.get(&[table.name, contender.name, name]) else { continue };
         let _ = write!(text, "\n{}: {title}, p50: {series} µs", contender.name);
         for goal in contender.goals {
-            if let Goal::AtMost(of, most) = *goal
-                && of == name
-            {
-                let met = if series.median() <= most { "met" } else { "**missed**" };
-                let _ = write!(text, "; ≤ {} µs: {met}", number(most));
+            if let Goal::AtMost(of, most) = *goal {
+                if of == name {
+                    let met = if series.median() <= most { "met" } else { "**missed**" };
+                    let _ = write!(text, "; ≤ {} µs: {met}", number(most));
+                }
             }
         }
         text += "\n";

@@ -33,12 +33,11 @@ impl<F: FileSystem> Server<F> {
         let (node, size) = (request.header.nodeid, data_len(args.size)?);
         let long = reply.moves(size);
         let data = request.data(size)?;
-        if long
-            && data.as_slice().len() <= IOV_MAX
-            && let Some(file) = self.fs.file_for_write(node, &args)?
-        {
-            reply.write_elsewhere(file, args.offset, &data);
-            return Ok(());
+        if long && data.as_slice().len() <= IOV_MAX {
+            if let Some(file) = self.fs.file_for_write(node, &args)? {
+                reply.write_elsewhere(file, args.offset, &data);
+                return Ok(());
+            }
         }
         let size = self.fs.write(node, &args, &data)? as u32;
         reply.put(&WriteOut { size, padding: 0 })

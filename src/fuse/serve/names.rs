@@ -59,10 +59,10 @@ impl<F: FileSystem> Server<F> {
         let args: OpenIn = request.take()?;
         let node = request.header.nodeid;
         let patient = move |fs: &F, reply: &mut Reply| fs.open(node, &args, true, reply);
-        if args.flags & libc::O_TRUNC as u32 != 0
-            && let Some(wait) = self.fs.truncating_waits(node, None)?
-        {
-            return self.serve_where(Some(wait), reply, patient);
+        if args.flags & libc::O_TRUNC as u32 != 0 {
+            if let Some(wait) = self.fs.truncating_waits(node, None)? {
+                return self.serve_where(Some(wait), reply, patient);
+            }
         }
         match self.fs.open(node, &args, false, reply) {
             // The open waits for the holder of a lease.
