@@ -1,5 +1,5 @@
-//! How much a hostile guest can make the daemon hold: chains, memory, threads. This file is a process of its own, because it counts
-//! what is allocated.
+//! How much a hostile guest can make the daemon hold: chains, memory, threads. This file is a process of its own,
+//! because it counts what is allocated.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::os::fd::OwnedFd;
@@ -242,7 +242,8 @@ fn until(done: impl Fn() -> bool) {
     }
 }
 
-/// If a driver breaks the rules, its queue is no longer served until it resets the device. Other queues are. The log says so once.
+/// If a driver breaks the rules, its queue is no longer served until it resets the device. Other queues are. The log
+/// says so once.
 #[test]
 fn a_driver_that_offers_a_wrong_head_loses_that_queue() {
     let _alone = alone();
@@ -290,8 +291,8 @@ fn a_head_that_came_back_may_be_offered_again() {
     daemon.end();
 }
 
-/// The worst that a guest can have in flight: cold reads into as many buffers as a chain can have, and syncs whose replies go into as
-/// many.
+/// The worst that a guest can have in flight: cold reads into as many buffers as a chain can have, and syncs whose
+/// replies go into as many.
 #[test]
 fn the_memory_of_requests_in_flight_is_bounded() {
     let _alone = alone();

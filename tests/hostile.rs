@@ -118,7 +118,8 @@ fn bad_chains_are_answered_or_dropped() {
     };
     let outside = 1 << 40;
     put(header.as_bytes());
-    // Arguments outside of memory, no arguments, a reply outside of memory, two loops, an empty descriptor, a short header.
+    // Arguments outside of memory, no arguments, a reply outside of memory, two loops, an empty descriptor, a short
+    // header.
     assert_eq!(guest.chain(&[(room, 40, 0), (outside, 16, 0), (room + 4096, 16, WRITE)], None), 16);
     assert_eq!(guest.chain(&[(room, 40, 0), (room + 4096, 16, WRITE)], None), 16);
     assert_eq!(guest.chain(&[(room, 56, 0), (outside, 120, WRITE)], None), 0);

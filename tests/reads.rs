@@ -1,4 +1,5 @@
-//! Requests that wait for the host's file system or for others. The queue goes on meanwhile, and a stop returns all of them.
+//! Requests that wait for the host's file system or for others. The queue goes on meanwhile, and a stop returns all of
+//! them.
 
 use std::fs::File;
 use std::io::Write;
@@ -207,7 +208,8 @@ fn forgets_gather() {
     daemon.end();
 }
 
-/// After metadata has waited, a large transfer leaves the worker if there is an io_uring. Data that waits for data does not count.
+/// After metadata has waited, a large transfer leaves the worker if there is an io_uring. Data that waits for data does
+/// not count.
 #[test]
 fn large_transfers_leave_a_crowded_worker() {
     for (urings, data, told) in [(urings(), 0, -libc::EPERM), (urings(), DATA, 0), (Urings::none(), 0, 0)] {

@@ -5,6 +5,7 @@ use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
 use std::sync::OnceLock;
 
 use libfuzzer_sys::fuzz_target;
+use rustix::io::Errno;
 use thruway::device::doors::{Memory, MemoryAtomic, RegionState, Segment, Table, is_near, load, mark_dirty, write};
 use thruway::fuse::Work;
 use thruway_fuzz::Input;
@@ -49,7 +50,7 @@ struct Found {
     readable: u64,
     writable: u64,
     segments: usize,
-    fault: Option<i32>,
+    fault: Option<Errno>,
 }
 
 /// How many bytes of a range are in memory.
@@ -70,12 +71,12 @@ fn model(mem: &Memory, table: u64, len: u16, head: u16) -> Found {
     let (mut table, mut len, mut index, mut indirect) = (table, u64::from(len), u64::from(head), false);
     for _ in 0..1024 {
         let Some(at) = table.checked_add(16 * index).filter(|_| index < len) else {
-            let errno = if index < len { libc::EFAULT } else { libc::EINVAL };
+            let errno = if index < len { Errno::FAULT } else { Errno::INVAL };
             found.fault = found.fault.or(Some(errno));
             return found;
         };
         if inside(at, 16, false) < 16 {
-            found.fault = found.fault.or(Some(libc::EFAULT));
+            found.fault = found.fault.or(Some(Errno::FAULT));
             return found;
         }
         let mut raw = [0; 16];
@@ -84,7 +85,7 @@ fn model(mem: &Memory, table: u64, len: u16, head: u16) -> Found {
         let (addr, size, flags, next) = (raw.u64(), u64::from(raw.u32()), raw.u16(), raw.u16());
         if flags & 4 != 0 {
             if indirect || flags & 1 != 0 || size == 0 || size % 16 != 0 {
-                found.fault = found.fault.or(Some(libc::EINVAL));
+                found.fault = found.fault.or(Some(Errno::INVAL));
                 return found;
             }
             (table, len, index, indirect) = (addr, size / 16, 0, true);
@@ -94,22 +95,22 @@ fn model(mem: &Memory, table: u64, len: u16, head: u16) -> Found {
         if flags & 2 != 0 {
             found.writable += there;
             if there < size {
-                found.fault = Some(libc::EFAULT);
+                found.fault = Some(Errno::FAULT);
                 return found;
             }
             found.segments += usize::from(size > 0);
         } else if found.segments > 0 {
-            found.fault = found.fault.or(Some(libc::EINVAL));
+            found.fault = found.fault.or(Some(Errno::INVAL));
         } else if found.fault.is_none() {
             found.readable += there;
-            found.fault = (there < size).then_some(libc::EFAULT);
+            found.fault = (there < size).then_some(Errno::FAULT);
         }
         if flags & 1 == 0 {
             return found;
         }
         index = next.into();
     }
-    found.fault = found.fault.or(Some(libc::EINVAL));
+    found.fault = found.fault.or(Some(Errno::INVAL));
     found
 }
 
@@ -147,7 +148,7 @@ fuzz_target!(|bytes: &[u8]| {
                 }
             }
         }
-        let refused = loaded.refuse(libc::EIO);
+        let refused = loaded.refuse(Errno::IO);
         assert!(refused == 0 || refused <= 16);
         drop(loaded);
         let near = segments.iter().all(|s| is_near(&mem, s.addr, s.len as usize));

@@ -1,5 +1,5 @@
-//! Descriptor chains (VIRTIO 1.3, section 2.7.5): from guest memory to slices. The guest wrote them and is not trusted. Each
-//! descriptor is read once, its bounds are checked, and the walk ends whatever the links say.
+//! Descriptor chains (VIRTIO 1.3, section 2.7.5): from guest memory to slices. The guest wrote them and is not trusted.
+//! Each descriptor is read once, its bounds are checked, and the walk ends whatever the links say.
 
 use rustix::io::Errno;
 use virtio_queue::desc::split::Descriptor;
@@ -7,8 +7,7 @@ use vm_memory::bitmap::Bitmap;
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryError, GuestMemoryRegion};
 use zerocopy::IntoBytes;
 
-use super::region::is_mapped_file;
-use super::{LoadedMemory, Memory};
+use super::region::{LoadedMemory, Memory, is_mapped_file};
 use crate::fuse::Work;
 use crate::fuse::abi::{InHeader, OutHeader};
 use crate::fuse::buf::IoVecs;
@@ -60,8 +59,8 @@ impl Drop for Loaded<'_> {
 }
 
 impl Loaded<'_> {
-    /// Answers the request with an errno instead of serving it. Returns the length of the reply: 0 if the request has no header or
-    /// no room for the answer.
+    /// Answers the request with an errno instead of serving it. Returns the length of the reply: 0 if the request has
+    /// no header or no room for the answer.
     pub fn refuse(&mut self, errno: Errno) -> usize {
         let mut request = InHeader::default();
         let fits = self.work.writable.len() >= size_of::<OutHeader>();
@@ -76,8 +75,9 @@ impl Loaded<'_> {
 
 /// Puts the slices of the chain that starts at `head` into `work` and its writable ranges into `segments`.
 ///
-/// The second result is the errno of a chain that must be refused: EFAULT if a descriptor or its buffer is not in guest memory,
-/// EINVAL if the chain breaks the rules. Even then `work` has what is needed to answer the request, if that precedes the fault.
+/// The second result is the errno of a chain that must be refused: EFAULT if a descriptor or its buffer is not in guest
+/// memory, EINVAL if the chain breaks the rules. Even then `work` has what is needed to answer the request, if that
+/// precedes the fault.
 pub fn load<'a>(
     mem: &'a LoadedMemory,
     table: Table,
@@ -115,8 +115,8 @@ fn push(mem: &Memory, addr: GuestAddress, len: u32, to: &mut IoVecs) -> Result<(
     each_slice(mem, addr, len as usize, |region, offset, len| {
         let base = region.get_host_address(vm_memory::MemoryRegionAddress(offset)).map_err(|_| Errno::FAULT)?;
         let near = !is_mapped_file(region);
-        // SAFETY: `each_slice` keeps the range within the region, which `mem` keeps mapped. `Loaded` borrows `mem` and empties the
-        // list before that borrow ends. A mapped file may have been cut, so its region is not `near`.
+        // SAFETY: `each_slice` keeps the range within the region, which `mem` keeps mapped. `Loaded` borrows `mem` and
+        // empties the list before that borrow ends. A mapped file may have been cut, so its region is not `near`.
         unsafe { to.push(base, len, near) };
         Ok(())
     })
@@ -124,7 +124,8 @@ fn push(mem: &Memory, addr: GuestAddress, len: u32, to: &mut IoVecs) -> Result<(
 
 type Region = <Memory as GuestMemoryBackend>::R;
 
-/// Calls `each` for each region that a range of guest memory touches: with the region, and the part's offset and length in it.
+/// Calls `each` for each region that a range of guest memory touches: with the region, and the part's offset and length
+/// in it.
 fn each_slice(
     mem: &Memory,
     addr: GuestAddress,

@@ -3,8 +3,8 @@
 /// Length of the tag field in bytes. A tag that fills it has no terminating zero.
 pub const TAG_LEN: usize = 36;
 
-/// `tag[36]` and le32 `num_request_queues`. The field after them, `notify_buf_size`, exists only with VIRTIO_FS_F_NOTIFICATION,
-/// which is not offered.
+/// `tag[36]` and le32 `num_request_queues`. The field after them, `notify_buf_size`, exists only with
+/// VIRTIO_FS_F_NOTIFICATION, which is not offered.
 const SPACE_LEN: usize = TAG_LEN + 4;
 
 /// A device's configuration space, which is read-only.
@@ -21,8 +21,8 @@ impl ConfigSpace {
         Self(space)
     }
 
-    /// Reads `size` bytes from `offset` on; bytes past the end are zero. A frontend may ask for fields of features that were not
-    /// negotiated, and vhost-user takes a shorter answer for an error. The caller bounds `size` (crate vhost:
+    /// Reads `size` bytes from `offset` on; bytes past the end are zero. A frontend may ask for fields of features that
+    /// were not negotiated, and vhost-user takes a shorter answer for an error. The caller bounds `size` (crate vhost:
     /// VHOST_USER_CONFIG_SIZE, 4 KiB).
     pub fn read(&self, offset: u32, size: u32) -> Vec<u8> {
         let from = self.0.get(offset as usize..).unwrap_or_default();

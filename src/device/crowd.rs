@@ -1,15 +1,18 @@
-//! Which large transfers leave a queue's worker. A worker copies data fastest itself, but a request that comes meanwhile waits.
+//! Which large transfers leave a queue's worker. A worker copies data fastest itself, but a request that comes
+//! meanwhile waits.
 
-/// From so many bytes on a transfer leaves a crowded worker: about 50 µs of copying, several times what it costs to have
-/// another thread copy.
+/// From so many bytes on a transfer leaves a crowded worker: about 50 µs of copying, several times what it costs to
+/// have another thread copy.
 pub const LARGE: usize = 256 << 10;
 
-/// A request that has moved so many bytes has held up the next one: about 10 µs of copying, more than a notification costs.
+/// A request that has moved so many bytes has held up the next one: about 10 µs of copying, more than a notification
+/// costs.
 pub const HOLDS_UP: usize = 64 << 10;
 
-/// After a metadata request waits behind a large transfer, this many large transfers leave the worker. With so many in a row and
-/// nothing else between them, none waits any more. A transfer that waits for a transfer does not count: Linux sends the end of a
-/// large read right after the rest of it, and another thread would have to be woken for what this one is about to do.
+/// After a metadata request waits behind a large transfer, this many large transfers leave the worker. With so many in
+/// a row and nothing else between them, none waits any more. A transfer that waits for a transfer does not count: Linux
+/// sends the end of a large read right after the rest of it, and another thread would have to be woken for what this
+/// one is about to do.
 const CROWD: u32 = 64;
 
 /// What one worker has seen of its queue.

@@ -43,11 +43,11 @@ impl<R, S: PartialEq> Late<R, S> {
         self.stopped = Some(ring);
     }
 
-    /// The ring starts in this state. Returns true if the session goes on, because the VM was only paused. A ring in another state
-    /// than it was stopped in is new.
+    /// The ring starts in this state. Returns true if the session goes on, because the VM was only paused. A ring in
+    /// another state than it was stopped in is new.
     ///
-    /// After a reset of the driver, a ring never looks like one that stopped with replies outstanding, even if the indices have
-    /// wrapped around: its used index equals its available index.
+    /// After a reset of the driver, a ring never looks like one that stopped with replies outstanding, even if the
+    /// indices have wrapped around: its used index equals its available index.
     pub fn start(&mut self, ring: S) -> bool {
         let goes_on = self.stopped.take() == Some(ring);
         if !goes_on {
@@ -62,8 +62,8 @@ impl<R, S: PartialEq> Late<R, S> {
     }
 }
 
-/// Tries each order of the steps of a late reply and of a stop and start of its ring. [`Late`] is the real one. The locks are taken
-/// as in `ring.rs`, which uses vhost-user-backend's.
+/// Tries each order of the steps of a late reply and of a stop and start of its ring. [`Late`] is the real one. The
+/// locks are taken as in `ring.rs`, which uses vhost-user-backend's.
 #[cfg(test)]
 mod orders {
     use loom::sync::{Arc, Condvar, Mutex};
@@ -158,8 +158,8 @@ mod orders {
         }
     }
 
-    /// Completes a reply on another thread while this one stops the ring and starts it for a driver's session. Returns what was
-    /// delivered.
+    /// Completes a reply on another thread while this one stops the ring and starts it for a driver's session. Returns
+    /// what was delivered.
     fn meanwhile(complete: fn(&Ring, u64, Reply), busy: usize, next: u32) -> Vec<Reply> {
         let ring = Ring::started();
         *ring.busy.lock().unwrap() = busy;

@@ -1,12 +1,13 @@
 //! The virtio-fs device (VIRTIO 1.3, section 5.11) as a vhost-user backend.
 //!
-//! [`serve`] serves one frontend. Each queue has a worker thread (`queue`) that takes descriptor chains (`chain`) from a virtqueue
-//! (`ring`) and passes each request to a [`Handler`]. `origin` takes what the worker does not do itself: it goes to a thread (`pool`)
-//! or to the kernel (`uring`), and its reply goes back by the ring.
+//! [`serve`] serves one frontend. Each queue has a worker thread (`queue`) that takes descriptor chains (`chain`) from
+//! a virtqueue (`ring`) and passes each request to a [`Handler`]. `origin` takes what the worker does not do itself: it
+//! goes to a thread (`pool`) or to the kernel (`uring`), and its reply goes back by the ring.
 
 mod chain;
 mod config;
 mod crowd;
+mod handler;
 mod late;
 mod origin;
 mod poll;
@@ -36,19 +37,17 @@ use vhost::vhost_user::{Backend, Error as VhostError, Listener};
 use vhost_user_backend::{Error as BackendError, VhostUserBackend, VhostUserDaemon};
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
-use vm_memory::{GuestMemoryAtomic, GuestMemoryLoadGuard, GuestMemoryMmap};
+use vm_memory::GuestMemoryAtomic;
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use crate::fuse::ops::FileSystem;
-use crate::fuse::{Server, Transport, Work};
 use crate::limits;
 use crate::window::Window;
 use config::ConfigSpace;
 use origin::Service;
 use pool::Pools;
 use queue::Workers;
-use region::RegionState;
+use region::{GuestMemory, Memory, RegionState};
 use ring::Vring;
 use shmem::Channel;
 use state::Transfer;
@@ -60,73 +59,23 @@ pub mod doors {
     pub use super::origin::Service;
     pub use super::pool::Pools;
     pub use super::queue::Workers;
-    pub use super::region::RegionState;
+    pub use super::region::{GuestMemory as MemoryAtomic, Memory, RegionState};
     pub use super::ring::Vring;
-    pub type Memory = super::Memory;
-    pub type MemoryAtomic = super::GuestMemory;
 }
 
 pub use config::TAG_LEN;
 pub use crowd::LARGE;
+pub use handler::Handler;
 pub use poll::offer_cpu;
 pub use uring::Urings;
 
-/// One memory table of the guest.
-type Memory = GuestMemoryMmap<RegionState>;
-
-/// The guest's memory, whose table the frontend may replace.
-type GuestMemory = GuestMemoryAtomic<Memory>;
-
-/// A memory table that stays mapped.
-type LoadedMemory = GuestMemoryLoadGuard<Memory>;
-
-/// Most request queues. vhost-user-backend names the queues of a thread by a mask of 64 bits, and one bit is the high priority
-/// queue's.
+/// Most request queues. vhost-user-backend names the queues of a thread by a mask of 64 bits, and one bit is the high
+/// priority queue's.
 pub const MAX_REQUEST_QUEUES: u16 = 63;
 
-/// Default of [`Options::poll`] in µs. A guest whose CPU sleeps while it waits takes about 50 from a reply to its next request.
+/// Default of [`Options::poll`] in µs. A guest whose CPU sleeps while it waits takes about 50 from a reply to its next
+/// request.
 pub const POLL_US: u64 = 100;
-
-/// What serves the requests that come over the queues.
-pub trait Handler: Send + Sync + 'static {
-    /// Serves one request. Returns the length in bytes of the reply in `work.writable`, which counts unless `from` was told to
-    /// answer. Called by several threads at a time; both lists of slices may be empty.
-    ///
-    /// Unless `from` says that it may, it should not wait: until it returns, no other request of the queue is served, and the ring
-    /// cannot be stopped.
-    fn handle(&self, work: &mut Work, from: &mut dyn Transport) -> usize;
-
-    /// Ends requests that wait and forgets the session. The guest or its device was reset, or the frontend is gone.
-    fn reset(&self);
-
-    /// The session, for another daemon. All queues are stopped meanwhile.
-    fn save(&self) -> io::Result<Vec<u8>> {
-        Err(io::ErrorKind::Unsupported.into())
-    }
-
-    /// Takes over what [`save`](Self::save) gave. The state may hold anything. All queues are stopped meanwhile.
-    fn load(&self, _state: &[u8]) -> io::Result<()> {
-        Err(io::ErrorKind::Unsupported.into())
-    }
-}
-
-impl<F: FileSystem> Handler for Server<F> {
-    fn handle(&self, work: &mut Work, from: &mut dyn Transport) -> usize {
-        Server::handle(self, work, from)
-    }
-
-    fn reset(&self) {
-        Server::reset(self)
-    }
-
-    fn save(&self) -> io::Result<Vec<u8>> {
-        Server::save(self)
-    }
-
-    fn load(&self, state: &[u8]) -> io::Result<()> {
-        Server::load(self, state)
-    }
-}
 
 /// What a user can choose about the device.
 #[derive(Clone)]
@@ -174,8 +123,8 @@ pub enum Error {
     Connection(String),
 }
 
-/// Serves the frontend that connects to `listener` until it disconnects, which is no error. With `keep_alive`, serves one frontend
-/// after the other, for ever.
+/// Serves the frontend that connects to `listener` until it disconnects, which is no error. With `keep_alive`, serves
+/// one frontend after the other, for ever.
 pub fn serve<H: Handler>(listener: UnixListener, handler: Arc<H>, options: Options) -> Result<(), Error> {
     options.check()?;
     let mut listener = Listener::from(listener);

@@ -8,10 +8,11 @@ use rustix::io::Errno;
 
 use super::chain::{self, Loaded, Segment, Used};
 use super::crowd::Crowd;
+use super::handler::Handler;
 use super::pool::{self, Pools};
+use super::region::LoadedMemory;
 use super::ring::Ring;
 use super::uring::Uring;
-use super::{Handler, LoadedMemory};
 use crate::fuse::buf::IoRange;
 use crate::fuse::ops::{Result, Wait};
 use crate::fuse::{Io, Job, Transport, WayBack, Work};
@@ -39,7 +40,8 @@ pub struct Origin<'a, H> {
 }
 
 impl<H: Handler> Origin<'_, H> {
-    /// Serves the request, or refuses it with this `fault`. Returns the length of the reply in bytes; `None` if it comes later.
+    /// Serves the request, or refuses it with this `fault`. Returns the length of the reply in bytes; `None` if it
+    /// comes later.
     pub fn serve(&mut self, loaded: &mut Loaded, fault: Result<()>) -> Option<usize> {
         let service = self.service;
         let len = match fault {
@@ -57,7 +59,8 @@ impl<H: Handler> Origin<'_, H> {
         }
     }
 
-    /// Serves the request anew on a thread that waits for the host's file system. The thread needs only the chain's head.
+    /// Serves the request anew on a thread that waits for the host's file system. The thread needs only the chain's
+    /// head.
     fn hand_over(&self) {
         let (service, head, busy) = (self.service.clone(), self.head, self.ring.occupy());
         self.work(Box::new(move || {

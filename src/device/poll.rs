@@ -5,14 +5,15 @@ use std::time::{Duration, Instant};
 /// Shortest time worth polling for: about what it costs to go to sleep and be woken.
 const SHORTEST: Duration = Duration::from_micros(4);
 
-/// Pauses between two looks at the ring: about 0.5 µs. That is short beside a request, and leaves the ring's cache line to the driver.
+/// Pauses between two looks at the ring: about 0.5 µs. That is short beside a request, and leaves the ring's cache line
+/// to the driver.
 const PAUSES: u32 = 16;
 
 /// Looks at the ring between two offers of the CPU to other threads: about 2 µs.
 const LOOKS: u32 = 4;
 
-/// If an offer takes longer than this, another thread has run: two switches of threads and some work. An offer that nobody takes
-/// costs 1 µs.
+/// If an offer takes longer than this, another thread has run: two switches of threads and some work. An offer that
+/// nobody takes costs 1 µs.
 const TAKEN: Duration = Duration::from_micros(5);
 
 /// Offers the CPU to other threads. True if one took it.
@@ -26,8 +27,8 @@ fn was_taken(took: Duration) -> bool {
     took > TAKEN
 }
 
-/// One worker's polling. The time adapts to the load, as in KVM's halt polling (virt/kvm/kvm_main.c): it grows when a request comes
-/// soon after the worker has gone to sleep, and shrinks after a long silence.
+/// One worker's polling. The time adapts to the load, as in KVM's halt polling (virt/kvm/kvm_main.c): it grows when a
+/// request comes soon after the worker has gone to sleep, and shrinks after a long silence.
 #[derive(Default)]
 pub struct Poll {
     /// How long it polls at present.

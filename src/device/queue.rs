@@ -8,14 +8,15 @@ use vm_memory::GuestAddressSpace;
 
 use super::chain::{self, Table, Used};
 use super::crowd::HOLDS_UP;
+use super::handler::Handler;
 use super::origin::{Origin, Service};
+use super::region::{GuestMemory, LoadedMemory};
 use super::ring::Ring;
 use super::scratch::Scratch;
 use super::uring::Urings;
-use super::{GuestMemory, Handler, LoadedMemory};
 
-/// How long FORGETs may gather, so that hundreds of them cost one wake-up of the worker and of the guest's CPU. Linux tries again
-/// after this time when the queue was full (fs/fuse/virtio_fs.c).
+/// How long FORGETs may gather, so that hundreds of them cost one wake-up of the worker and of the guest's CPU. Linux
+/// tries again after this time when the queue was full (fs/fuse/virtio_fs.c).
 const GATHER: Duration = Duration::from_millis(1);
 
 /// What the workers of one connection share.

@@ -1,8 +1,8 @@
-//! What the device knows of each region of guest memory: the frontend's log of the pages that the device writes (vhost-user,
-//! "Migration"), and whether the region is a mapped file.
+//! What the device knows of each region of guest memory: the frontend's log of the pages that the device writes
+//! (vhost-user, "Migration"), and whether the region is a mapped file.
 //!
-//! vhost-user-backend has a type for the log, but each access to guest memory through it takes a lock and counts a reference that
-//! all queues share. Here an access reads one flag as long as there is no log.
+//! vhost-user-backend has a type for the log, but each access to guest memory through it takes a lock and counts a
+//! reference that all queues share. Here an access reads one flag as long as there is no log.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,10 +12,21 @@ use parking_lot::RwLock;
 use rustix::fs::fstatfs;
 use vhost_user_backend::bitmap::{AtomicBitmapMmap, BitmapReplace, MemRegionBitmap, MmapLogReg};
 use vm_memory::bitmap::{Bitmap, NewBitmap, RefSlice, WithBitmapSlice};
-use vm_memory::{Address, GuestMemoryRegion, GuestRegionMmap, MmapRegion};
+use vm_memory::{
+    Address, GuestMemoryAtomic, GuestMemoryLoadGuard, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap, MmapRegion,
+};
 
 /// Size in bytes of the pages that the log counts in (VHOST_LOG_PAGE, include/uapi/linux/vhost_types.h).
 const PAGE: usize = 4096;
+
+/// One memory table of the guest.
+pub type Memory = GuestMemoryMmap<RegionState>;
+
+/// The guest's memory, whose table the frontend may replace.
+pub type GuestMemory = GuestMemoryAtomic<Memory>;
+
+/// A memory table that stays mapped.
+pub type LoadedMemory = GuestMemoryLoadGuard<Memory>;
 
 /// The state of one memory region. vm-memory keeps it where a region has its dirty bitmap.
 #[derive(Clone, Debug, Default)]
@@ -31,8 +42,8 @@ struct State {
 /// f_type of a FUSE mount (FUSE_SUPER_MAGIC of include/uapi/linux/magic.h).
 const FUSE: i64 = 0x6573_5546;
 
-/// Whether the region is a file that the window has mapped. Pages beyond the end of such a file cannot be touched, only passed to
-/// the kernel. The region may hold the data of a READ or WRITE, but no ring and no message.
+/// Whether the region is a file that the window has mapped. Pages beyond the end of such a file cannot be touched, only
+/// passed to the kernel. The region may hold the data of a READ or WRITE, but no ring and no message.
 pub fn is_mapped_file(region: &GuestRegionMmap<RegionState>) -> bool {
     // The region's own bitmap() gives a slice.
     let mapping: &MmapRegion<RegionState> = region;

@@ -1,4 +1,5 @@
-//! A virtqueue as vhost-user-backend has it, and what this device adds: late replies, and a stop that waits for the worker.
+//! A virtqueue as vhost-user-backend has it, and what this device adds: late replies, and a stop that waits for the
+//! worker.
 
 use std::fmt;
 use std::fs::File;
@@ -14,8 +15,8 @@ use vm_memory::{GuestAddress, GuestAddressSpace};
 
 use super::chain::{self, Segment, Table, Used};
 use super::late::Late;
+use super::region::{GuestMemory, LoadedMemory, Memory};
 use super::scratch::{BATCH, Scratch};
-use super::{GuestMemory, LoadedMemory, Memory};
 use crate::limits;
 
 /// A virtqueue of this device, as vhost-user-backend handles it.
@@ -104,11 +105,11 @@ impl Ring {
         self.worker.lock()
     }
 
-    /// Gives `used` back to the driver, notifies it if it wants that, and takes up to [`BATCH`] chain heads. Returns the descriptor
-    /// table of those chains.
+    /// Gives `used` back to the driver, notifies it if it wants that, and takes up to [`BATCH`] chain heads. Returns
+    /// the descriptor table of those chains.
     ///
-    /// With `rest`, the worker is about to sleep: if there is nothing to take, the driver will notify of the next chain. `index`:
-    /// the queue's number, for the log.
+    /// With `rest`, the worker is about to sleep: if there is nothing to take, the driver will notify of the next
+    /// chain. `index`: the queue's number, for the log.
     pub fn exchange(
         &self,
         index: usize,
@@ -213,7 +214,8 @@ impl Ring {
         Busy(self.clone())
     }
 
-    /// Waits until the worker, the kernel and other threads are done with what was taken from the ring. Keeps the worker out.
+    /// Waits until the worker, the kernel and other threads are done with what was taken from the ring. Keeps the
+    /// worker out.
     fn rest(&self) -> MutexGuard<'_, Option<Box<Scratch>>> {
         self.stopping.store(true, Ordering::Relaxed);
         let mut worker = self.worker.lock();
@@ -306,8 +308,8 @@ impl Busy {
 
     /// Gives the chain back.
     pub fn give_back(self, mem: &Memory, used: Used) {
-        // The session has not changed since the chain was taken: it cannot end while the ring is busy. The lock keeps out those
-        // who disable the ring.
+        // The session has not changed since the chain was taken: it cannot end while the ring is busy. The lock keeps
+        // out those who disable the ring.
         let _late = self.0.late.lock();
         self.0.publish(&mut self.0.vring.get_mut(), mem, &mut vec![used]);
     }

@@ -1,4 +1,5 @@
-//! What a worker keeps from request to request. It is kept in its ring, which waits at a stop for what the kernel still does.
+//! What a worker keeps from request to request. It is kept in its ring, which waits at a stop for what the kernel still
+//! does.
 
 use std::sync::Arc;
 
@@ -10,9 +11,9 @@ use super::poll::Poll;
 use super::uring::Uring;
 use crate::fuse::Work;
 
-/// Most chains that are taken from a ring, and given back to it, at a time. Several share the cost of the ring's lock and of a
-/// notification. They are few so that the driver works on some while the others are served: with 8 requests under way 4 did up to
-/// twice as much as 16, and with 32 as much (`thruway-bench`, two cores).
+/// Most chains that are taken from a ring, and given back to it, at a time. Several share the cost of the ring's lock
+/// and of a notification. They are few so that the driver works on some while the others are served: with 8 requests
+/// under way 4 did up to twice as much as 16, and with 32 as much (`thruway-bench`, two cores).
 pub const BATCH: usize = 4;
 
 pub struct Scratch {

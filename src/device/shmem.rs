@@ -9,8 +9,7 @@ use vhost::vhost_user::message::{VhostUserMMap, VhostUserMMapFlags};
 use vhost::vhost_user::{Backend, VhostUserFrontendReqHandler};
 use vm_memory::{GuestAddressSpace, GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap};
 
-use super::GuestMemory;
-use super::region::RegionState;
+use super::region::{GuestMemory, RegionState};
 use super::ring::Vring;
 use crate::window::Frontend;
 

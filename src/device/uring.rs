@@ -1,5 +1,5 @@
-//! I/O that takes long. io_uring does it for the worker of a queue, which learns of its end in its own loop. All of the device's
-//! `unsafe` is here and in `chain`.
+//! I/O that takes long. io_uring does it for the worker of a queue, which learns of its end in its own loop. All of the
+//! device's `unsafe` is here and in `chain`.
 
 use std::collections::HashMap;
 use std::io;
@@ -13,14 +13,14 @@ use libc::iovec;
 use parking_lot::Mutex;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use super::LoadedMemory;
 use super::chain::{self, Segment, Used};
+use super::region::LoadedMemory;
 use crate::fuse::Io;
 use crate::fuse::buf::IOV_MAX;
 use crate::limits::URING_REQUESTS;
 
-/// Entries of the submission queue. The completion queue has twice as many, which is room for all that is under way. Each entry is
-/// submitted at once, so one would do.
+/// Entries of the submission queue. The completion queue has twice as many, which is room for all that is under way.
+/// Each entry is submitted at once, so one would do.
 const ENTRIES: u32 = URING_REQUESTS as u32 / 2;
 
 /// An io_uring for each request queue, but no more than there are CPUs.
@@ -109,8 +109,8 @@ impl Uring {
         };
         // Copying data that is in memory would keep this thread busy: the kernel uses a thread of its own.
         let entry = if io.long { entry.flags(Flags::ASYNC) } else { entry };
-        // SAFETY: the descriptor, the iovecs and the memory under them live in `under_way` until the completion was seen. `drop` waits
-        // for all of them.
+        // SAFETY: the descriptor, the iovecs and the memory under them live in `under_way` until the completion was
+        // seen. `drop` waits for all of them.
         let pushed = unsafe { self.ring.submission().push(&entry.user_data(self.next)) };
         if pushed.is_err() {
             return false;

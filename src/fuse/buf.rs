@@ -30,8 +30,8 @@ impl IoVecs {
     /// Adds a slice. If it is not `near`, only system calls may touch it: copies end before it.
     ///
     /// # Safety
-    /// `base..base + len` must stay mapped until the list is cleared or no longer used. If it is `near`, touching it must not raise
-    /// SIGBUS. Others may read and write it meanwhile.
+    /// `base..base + len` must stay mapped until the list is cleared or no longer used. If it is `near`, touching it
+    /// must not raise SIGBUS. Others may read and write it meanwhile.
     pub unsafe fn push(&mut self, base: *mut u8, len: usize, near: bool) {
         if len > 0 {
             if near && self.near == self.len {
@@ -90,7 +90,8 @@ impl IoVecs {
         done
     }
 
-    /// The bytes in `range`, cut to the list's length, as slices for a vectored system call. Dropping the value restores the list.
+    /// The bytes in `range`, cut to the list's length, as slices for a vectored system call. Dropping the value
+    /// restores the list.
     pub fn range(&mut self, range: Range<usize>) -> IoRange<'_> {
         let end = range.end.min(self.len);
         let start = range.start.min(end);

@@ -1,5 +1,5 @@
-//! The FUSE server: wire format ([`abi`]), guest buffers ([`buf`]), decoding (`request`), replies (`reply`), and the dispatch
-//! of each request to a [`FileSystem`](ops::FileSystem) (`serve`). Knows no file system and no virtqueue.
+//! The FUSE server: wire format ([`abi`]), guest buffers ([`buf`]), decoding (`request`), replies (`reply`), and the
+//! dispatch of each request to a [`FileSystem`](ops::FileSystem) (`serve`). Knows no file system and no virtqueue.
 
 pub mod abi;
 pub mod buf;
@@ -9,6 +9,7 @@ mod reply;
 mod request;
 mod serve;
 mod state;
+mod transport;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,16 +20,17 @@ use abi::*;
 use buf::IoVecs;
 use metrics::Counters;
 use ops::*;
-pub use reply::{Io, Job, Reply, Transport, WayBack};
+pub use reply::Reply;
 use request::Request;
+pub use transport::{Io, Job, Transport, WayBack};
 
 /// Largest WRITE and READ that is offered, in bytes. The guest lowers it to what its virtqueue's descriptors carry
 /// (fs/fuse/virtio_fs.c, max_pages_limit), and a queue has 1024 of them, each a page.
 pub const MAX_WRITE: u32 = MAX_PAGES as u32 * 4096;
 const MAX_PAGES: u16 = 1024;
 
-/// Background requests that the guest may have under way. As many as a queue has descriptors: fewer would hold back readahead
-/// and asynchronous I/O, which the kernel counts against this number.
+/// Background requests that the guest may have under way. As many as a queue has descriptors: fewer would hold back
+/// readahead and asynchronous I/O, which the kernel counts against this number.
 const MAX_BACKGROUND: u16 = 1024;
 
 /// A FUSE session over one device. Shared by all queue workers.
@@ -63,8 +65,8 @@ impl<F: FileSystem> Server<F> {
         self.counters.clone()
     }
 
-    /// Serves the request in `work`. Returns the length of the reply in `work.writable` in bytes; 0 if there is none, or if it
-    /// comes later by `from`. Never panics, whatever the guest wrote.
+    /// Serves the request in `work`. Returns the length of the reply in `work.writable` in bytes; 0 if there is none,
+    /// or if it comes later by `from`. Never panics, whatever the guest wrote.
     pub fn handle(&self, work: &mut Work, from: &mut dyn Transport) -> usize {
         self.fs.enter_thread();
         let Work { readable, writable, args, out } = work;

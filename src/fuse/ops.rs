@@ -13,9 +13,8 @@ use rustix::io::Errno;
 use super::abi::*;
 use super::buf::IoRange;
 use super::reply::Reply;
-
-/// The result of an operation.
-pub type Result<T> = std::result::Result<T, Errno>;
+pub use super::reply::{Answer, DirSink};
+pub use super::transport::{Result, Wait};
 
 /// Who creates a file, and how.
 pub struct Creator<'a> {
@@ -39,30 +38,8 @@ pub struct Session {
     pub map_alignment: u16,
 }
 
-/// What a request waits for on a thread of its own.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Wait {
-    /// The host's file system alone. Whoever stops the queue waits for it.
-    Host,
-    /// Other processes or this guest's own frontend, for some time.
-    Others,
-    /// A lock, perhaps for ever.
-    Lock,
-}
-
 /// Waits for a lock on the calling thread.
 pub type LockWait = Box<dyn FnOnce() -> Result<()> + Send>;
-
-/// Takes the result of what another thread does. Called from any thread; a dropped one means EIO.
-pub type Answer<T = ()> = Box<dyn FnOnce(Result<T>) + Send>;
-
-/// Takes directory entries until the reply is full.
-pub trait DirSink {
-    /// Whether an entry with a name of this many bytes still fits.
-    fn fits(&self, namelen: usize) -> bool;
-    /// Adds an entry that fits. `entry` is for READDIRPLUS.
-    fn push(&mut self, dirent: Dirent, name: &[u8], entry: Option<&EntryOut>);
-}
 
 /// The session and its threads.
 pub trait Control: Send + Sync + 'static {

@@ -1,5 +1,5 @@
-//! Replies. Most are written in place, into the memory that the guest has left for them: the body first, then the header
-//! before it. A reply that comes later is detached and answered from another thread.
+//! Replies. Most are written in place, into the memory that the guest has left for them: the body first, then the
+//! header before it. A reply that comes later is detached and answered from another thread.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicBool;
@@ -9,63 +9,13 @@ use zerocopy::{Immutable, IntoBytes};
 
 use super::abi::*;
 use super::buf::{IoRange, IoVecs};
-use super::ops::{Answer, DirSink, Result, Wait};
-
-const HEADER: usize = size_of::<OutHeader>();
+use super::transport::{HEADER, Io, Result, Transport, Wait, WayBack};
 
 /// Longest directory listing or xattr that is collected in bytes: the guest asks for at most its max_pages.
 const MAX_COLLECTED: usize = super::MAX_WRITE as usize;
 
-/// Where a request came from. It takes what its queue's worker should not do itself.
-pub trait Transport: Send {
-    /// The request is a READ or WRITE of so many bytes. True if the worker should not copy them, because other requests wait
-    /// for it.
-    fn moves(&mut self, bytes: usize) -> bool;
-    /// Whether this thread may wait for the host's file system. If so, only READ and WRITE are served.
-    fn may_wait(&self) -> bool;
-    /// Moves `data` between guest memory and a file, and answers the request.
-    fn io(&mut self, io: Io, data: &IoRange);
-    /// Serves the request again from its beginning, a READ, on a thread that may wait.
-    fn serve_anew(&mut self);
-    /// The way back for a reply that comes from another thread. What [`Server::handle`](super::Server::handle) returns is of
-    /// no meaning then.
-    fn detach(&mut self) -> WayBack;
-    /// As [`detach`](Self::detach), and runs `job` on a thread that may wait. `job` also gets a flag: once that is set,
-    /// somebody waits for the job's end.
-    ///
-    /// # Errors
-    /// EAGAIN if too many requests wait. The request is not detached then.
-    fn run(&mut self, wait: Wait, job: Job) -> Result<()>;
-}
-
-/// Takes a late reply to its queue, header included. Must be called.
-pub type WayBack = Box<dyn FnOnce(Vec<u8>) + Send>;
-
-/// What [`Transport::run`] runs.
-pub type Job = Box<dyn FnOnce(WayBack, &AtomicBool) + Send>;
-
-/// The data transfer of a READ or WRITE.
-pub struct Io {
-    pub unique: u64,
-    pub file: OwnedFd,
-    /// Bytes.
-    pub offset: u64,
-    pub write: bool,
-    /// The data is in memory, but takes long to copy. Otherwise the transfer waits for the host's file system.
-    pub long: bool,
-}
-
-impl Io {
-    /// The reply without the data that was read, and the length of the whole reply. `result`: bytes, or a negative errno.
-    pub fn reply(&self, result: i32) -> (Vec<u8>, u32) {
-        let bytes = result.max(0) as u32;
-        let body = WriteOut { size: bytes, padding: 0 };
-        let body = if self.write && result >= 0 { body.as_bytes() } else { &[] };
-        let rest = if self.write { body.len() as u32 } else { bytes };
-        let header = OutHeader { len: HEADER as u32 + rest, error: result.min(0), unique: self.unique };
-        ([header.as_bytes(), body].concat(), header.len)
-    }
-}
+/// Takes the result of what another thread does. Called from any thread; a dropped one means EIO.
+pub type Answer<T = ()> = Box<dyn FnOnce(Result<T>) + Send>;
 
 /// The reply to one request, in place or [detached](Self::detach). A detached reply that is dropped answers EIO.
 pub struct Reply<'a> {
@@ -208,7 +158,8 @@ impl<'a> Reply<'a> {
         self.to = To::Nowhere;
     }
 
-    /// Takes the reply to another thread. What was put before is not in it, and what is put here afterwards goes nowhere.
+    /// Takes the reply to another thread. What was put before is not in it, and what is put here afterwards goes
+    /// nowhere.
     pub fn detach(&mut self) -> Reply<'static> {
         match std::mem::replace(&mut self.to, To::Nowhere) {
             To::Place { from, .. } => Reply::late(self.unique, from.detach()),
@@ -283,6 +234,14 @@ impl Drop for Reply<'_> {
             self.end(-libc::EIO);
         }
     }
+}
+
+/// Takes directory entries until the reply is full.
+pub trait DirSink {
+    /// Whether an entry with a name of this many bytes still fits.
+    fn fits(&self, namelen: usize) -> bool;
+    /// Adds an entry that fits. `entry` is for READDIRPLUS.
+    fn push(&mut self, dirent: Dirent, name: &[u8], entry: Option<&EntryOut>);
 }
 
 struct Entries<'a> {

@@ -23,7 +23,8 @@ pub(super) struct Request<'a> {
 }
 
 impl<'a> Request<'a> {
-    /// Reads header and arguments. The error comes with the number of the request to answer: 0 if the header cannot be read.
+    /// Reads header and arguments. The error comes with the number of the request to answer: 0 if the header cannot be
+    /// read.
     pub fn read(readable: &'a mut IoVecs, scratch: &'a mut Vec<u8>) -> std::result::Result<Self, (u64, Errno)> {
         let mut header = InHeader::default();
         if readable.read_at(0, header.as_mut_bytes()) < size_of::<InHeader>() {
@@ -84,7 +85,8 @@ impl<'a> Request<'a> {
         Ok(self.readable.range(WRITE_DATA..WRITE_DATA + len))
     }
 
-    /// Who creates a file, and the extensions at the end of the request (struct fuse_ext_header and fuse_secctx_header).
+    /// Who creates a file, and the extensions at the end of the request (struct fuse_ext_header and
+    /// fuse_secctx_header).
     pub fn creator(&mut self, umask: u32) -> Result<Creator<'a>> {
         let InHeader { uid, gid, .. } = self.header;
         let mut by = Creator { uid, gid, umask, group: None, label: None };

@@ -63,7 +63,8 @@ impl<F: FileSystem> Server<F> {
         let wait = if self.fs.has_mappings() {
             Some(Wait::Others)
         } else if removes || args.length > COPY_PIECE || self.fs.waits(node, args.fh) {
-            // Removing blocks may wait for another daemon, as a truncation does. A long range takes long even in memory.
+            // Removing blocks may wait for another daemon, as a truncation does. A long range takes long even in
+            // memory.
             Some(Wait::Host)
         } else {
             None

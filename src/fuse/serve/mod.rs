@@ -132,14 +132,14 @@ impl<F: FileSystem> Server<F> {
             }
             Opcode::Destroy => {
                 self.reset();
-                // QEMU may stop the device right after the answer, and must not be asked for anything then. This is answered
-                // after all requests to the frontend. Without a window there are none.
+                // QEMU may stop the device right after the answer, and must not be asked for anything then. This is
+                // answered after all requests to the frontend. Without a window there are none.
                 let _ = fs.removemapping(&[], reply);
                 Ok(())
             }
 
-            // Once the kernel has seen ENOSYS it serves these itself: POLL is always ready, BMAP fails with EINVAL, and IOCTL with
-            // ENOTTY. The device has no notifications.
+            // Once the kernel has seen ENOSYS it serves these itself: POLL is always ready, BMAP fails with EINVAL, and
+            // IOCTL with ENOTTY. The device has no notifications.
             Opcode::Poll | Opcode::Bmap | Opcode::Ioctl | Opcode::NotifyReply | Opcode::Init => Err(Errno::NOSYS),
         }
     }

@@ -1,0 +1,79 @@
+//! What a reply needs of the queue that its request came from.
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::AtomicBool;
+
+use rustix::io::Errno;
+use zerocopy::IntoBytes;
+
+use super::abi::*;
+use super::buf::IoRange;
+
+/// Length of a reply's header in bytes.
+pub(super) const HEADER: usize = size_of::<OutHeader>();
+
+/// The result of an operation.
+pub type Result<T> = std::result::Result<T, Errno>;
+
+/// What a request waits for on a thread of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wait {
+    /// The host's file system alone. Whoever stops the queue waits for it.
+    Host,
+    /// Other processes or this guest's own frontend, for some time.
+    Others,
+    /// A lock, perhaps for ever.
+    Lock,
+}
+
+/// Where a request came from. It takes what its queue's worker should not do itself.
+pub trait Transport: Send {
+    /// The request is a READ or WRITE of so many bytes. True if the worker should not copy them, because other requests
+    /// wait for it.
+    fn moves(&mut self, bytes: usize) -> bool;
+    /// Whether this thread may wait for the host's file system. If so, only READ and WRITE are served.
+    fn may_wait(&self) -> bool;
+    /// Moves `data` between guest memory and a file, and answers the request.
+    fn io(&mut self, io: Io, data: &IoRange);
+    /// Serves the request again from its beginning, a READ, on a thread that may wait.
+    fn serve_anew(&mut self);
+    /// The way back for a reply that comes from another thread. What [`Server::handle`](super::Server::handle) returns
+    /// is of no meaning then.
+    fn detach(&mut self) -> WayBack;
+    /// As [`detach`](Self::detach), and runs `job` on a thread that may wait. `job` also gets a flag: once that is set,
+    /// somebody waits for the job's end.
+    ///
+    /// # Errors
+    /// EAGAIN if too many requests wait. The request is not detached then.
+    fn run(&mut self, wait: Wait, job: Job) -> Result<()>;
+}
+
+/// Takes a late reply to its queue, header included. Must be called.
+pub type WayBack = Box<dyn FnOnce(Vec<u8>) + Send>;
+
+/// What [`Transport::run`] runs.
+pub type Job = Box<dyn FnOnce(WayBack, &AtomicBool) + Send>;
+
+/// The data transfer of a READ or WRITE.
+pub struct Io {
+    pub unique: u64,
+    pub file: OwnedFd,
+    /// Bytes.
+    pub offset: u64,
+    pub write: bool,
+    /// The data is in memory, but takes long to copy. Otherwise the transfer waits for the host's file system.
+    pub long: bool,
+}
+
+impl Io {
+    /// The reply without the data that was read, and the length of the whole reply. `result`: bytes, or a negative
+    /// errno.
+    pub fn reply(&self, result: i32) -> (Vec<u8>, u32) {
+        let bytes = result.max(0) as u32;
+        let body = WriteOut { size: bytes, padding: 0 };
+        let body = if self.write && result >= 0 { body.as_bytes() } else { &[] };
+        let rest = if self.write { body.len() as u32 } else { bytes };
+        let header = OutHeader { len: HEADER as u32 + rest, error: result.min(0), unique: self.unique };
+        ([header.as_bytes(), body].concat(), header.len)
+    }
+}
