@@ -1,4 +1,4 @@
-//! The DAX window of a whole device in one process, with a frontend that maps by QEMU's rules and stand-ins that are the files
+//! The DAX window of a whole device in one process, with a frontend that maps by QEMU's rules and proxy files that are the files
 //! themselves.
 
 use std::io;
@@ -15,7 +15,7 @@ use thruway::fs::{Config, PassthroughFs, proc_self_fd};
 use thruway::fuse::Server;
 use thruway::fuse::abi::*;
 use thruway::window::proxy::{Event, Kind, Opened};
-use thruway::window::{RANGE, StandIns, Window};
+use thruway::window::{ProxyFiles, RANGE, Window};
 use thruway_bench::frontend::{Frontend, Options, Window as Region};
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -25,7 +25,7 @@ const SIZE: u64 = 32 * RANGE;
 /// Hands out the files themselves.
 struct Themselves;
 
-impl StandIns for Themselves {
+impl ProxyFiles for Themselves {
     fn open(&self, _id: u64, _kind: Kind, real: BorrowedFd) -> io::Result<Opened> {
         Ok(Opened { fd: real.try_clone_to_owned()?, guarded: true })
     }

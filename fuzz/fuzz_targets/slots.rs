@@ -15,7 +15,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap};
 use thruway::fuse::ops::{Answer, Result};
 use thruway::window::doors::Rig;
 use thruway::window::proxy::{Event, Kind, Opened};
-use thruway::window::{Facts, Frontend, RANGE, Settings, Source, StandIns, Writable};
+use thruway::window::{Facts, Frontend, Mapping, ProxyFiles, RANGE, Settings, Source, Writable};
 use thruway_fuzz::Input;
 
 const NODES: u64 = 6;
@@ -28,7 +28,7 @@ const LEN: usize = 2 << 20;
 /// The table's entries that are used first.
 const INDICES: std::ops::Range<u32> = 4084..4096;
 
-/// What is mapped by region and offset: length, the stand-in's file.
+/// What is mapped by region and offset: length, the proxy file.
 #[derive(Default)]
 struct Mapped(Mutex<HashMap<(u8, u64), (u64, Standing)>>, Mutex<u8>);
 
@@ -58,12 +58,13 @@ impl Frontend for Vmm {
         true
     }
 
-    fn mapped(&self, file: BorrowedFd, _from: u64, _len: u64) -> usize {
-        let of = self.1.of(file);
+    fn mapped(&self, mapping: &Mapping) -> usize {
+        let of = self.1.of(mapping.file);
         self.0.0.lock().unwrap().values().filter(|mapped| mapped.1 == of).count()
     }
 
-    fn map(&self, region: u8, at: u64, len: u64, file: BorrowedFd, _from: u64, _writable: bool) -> io::Result<()> {
+    fn map(&self, mapping: &Mapping) -> io::Result<()> {
+        let Mapping { region, at, len, file, .. } = *mapping;
         let size = [DAX, PASSTHROUGH - RANGE, RANGE][usize::from(region)];
         assert!(len > 0 && at % RANGE == 0 && len % RANGE == 0 && at + len <= size, "a mapping outside of its region");
         let mut fail = self.0.1.lock().unwrap();
@@ -80,7 +81,8 @@ impl Frontend for Vmm {
         Ok(())
     }
 
-    fn unmap(&self, region: u8, at: u64, len: u64) -> io::Result<()> {
+    fn unmap(&self, mapping: &Mapping) -> io::Result<()> {
+        let Mapping { region, at, len, .. } = *mapping;
         match self.0.0.lock().unwrap().remove(&(region, at)) {
             Some((length, _)) => Ok(assert_eq!(length, len)),
             None => Err(io::Error::other("not mapped")),
@@ -90,7 +92,7 @@ impl Frontend for Vmm {
 
 struct Files(Arc<Standings>, Vec<OwnedFd>);
 
-impl StandIns for Files {
+impl ProxyFiles for Files {
     fn open(&self, id: u64, kind: Kind, real: BorrowedFd) -> io::Result<Opened> {
         let ino = fstat(real)?.st_ino;
         let node = self.1.iter().position(|file| fstat(file).unwrap().st_ino == ino).unwrap() as u64 + 1;

@@ -11,7 +11,7 @@ use vm_memory::{GuestAddressSpace, GuestMemoryBackend, GuestMemoryRegion, GuestR
 
 use super::region::{GuestMemory, RegionState};
 use super::ring::Vring;
-use crate::window::Frontend;
+use crate::window::{Frontend, Mapping};
 
 /// The channel for requests to the frontend. The rings tell whether the frontend has started the device.
 pub struct Channel {
@@ -25,23 +25,26 @@ impl Frontend for Channel {
         self.rings.iter().filter_map(OnceLock::get).any(|ring| ring.0.is_started())
     }
 
-    fn mapped(&self, file: BorrowedFd, from: u64, len: u64) -> usize {
-        let wanted = identity(file);
+    fn mapped(&self, mapping: &Mapping) -> usize {
+        let wanted = identity(mapping.file);
         let is_it = |region: &&GuestRegionMmap<RegionState>| {
-            let place = region.file_offset().filter(|place| place.start() == from && region.len() == len);
+            let place =
+                region.file_offset().filter(|place| place.start() == mapping.from && region.len() == mapping.len);
             place.is_some_and(|place| identity(place.file().as_fd()) == wanted)
         };
         self.mem.memory().iter().filter(is_it).count()
     }
 
-    fn map(&self, region: u8, at: u64, len: u64, file: BorrowedFd, from: u64, writable: bool) -> io::Result<()> {
+    fn map(&self, mapping: &Mapping) -> io::Result<()> {
+        let Mapping { region, at, len, file, from, writable } = *mapping;
         let flags = if writable { VhostUserMMapFlags::WRITABLE.bits() } else { 0 };
         let request =
             VhostUserMMap { shmid: region, fd_offset: from, shm_offset: at, len, flags, ..Default::default() };
         self.backend.shmem_map(&request, &file.as_raw_fd()).map(drop)
     }
 
-    fn unmap(&self, region: u8, at: u64, len: u64) -> io::Result<()> {
+    fn unmap(&self, mapping: &Mapping) -> io::Result<()> {
+        let Mapping { region, at, len, .. } = *mapping;
         let request = VhostUserMMap { shmid: region, shm_offset: at, len, ..Default::default() };
         self.backend.shmem_unmap(&request).map(drop)
     }

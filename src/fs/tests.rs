@@ -23,7 +23,7 @@ use crate::fuse::buf::IoVecs;
 use crate::fuse::ops::*;
 use crate::limits;
 use crate::window::proxy::{Event, Kind, Opened};
-use crate::window::{Frontend, RANGE, StandIns, Window};
+use crate::window::{Frontend, Mapping, ProxyFiles, RANGE, Window};
 
 struct Share {
     dir: TempDir,
@@ -837,20 +837,20 @@ impl Frontend for Obliging {
         true
     }
 
-    fn map(&self, _: u8, _: u64, _: u64, _: BorrowedFd, _: u64, _: bool) -> io::Result<()> {
+    fn map(&self, _: &Mapping) -> io::Result<()> {
         Ok(())
     }
 
-    fn unmap(&self, _: u8, _: u64, _: u64) -> io::Result<()> {
+    fn unmap(&self, _: &Mapping) -> io::Result<()> {
         Ok(())
     }
 
-    fn mapped(&self, _: BorrowedFd, _: u64, _: u64) -> usize {
+    fn mapped(&self, _: &Mapping) -> usize {
         0
     }
 }
 
-impl StandIns for Obliging {
+impl ProxyFiles for Obliging {
     fn open(&self, _: u64, _: Kind, real: BorrowedFd) -> io::Result<Opened> {
         Ok(Opened { fd: real.try_clone_to_owned()?, guarded: true })
     }

@@ -1,7 +1,9 @@
 //! For fuzz/: a window without threads.
 
-use super::mapper::{Job, Mapper};
-use super::slots::Slots;
+use std::time::Duration;
+
+use super::jobs::Job;
+use super::proxy::Event;
 use super::*;
 
 pub use super::table::{Change, Entry, EntryState, Line, Table};
@@ -14,7 +16,7 @@ pub struct Rig {
 }
 
 impl Rig {
-    pub fn new(size: u64, settings: Settings, files: Arc<dyn StandIns>) -> io::Result<Self> {
+    pub fn new(size: u64, settings: Settings, files: Arc<dyn ProxyFiles>) -> io::Result<Self> {
         let jobs = Arc::new(Jobs::default());
         let (shared, pass) = (Arc::new(Shared::default()), Arc::new(Passthrough::new(settings, jobs.clone())?));
         let slots = Slots::new(pass.clone(), shared.clone(), files.clone());

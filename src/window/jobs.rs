@@ -1,15 +1,141 @@
-//! What the mapper is to do, in order. The queue is bounded: the guest's jobs by number, and of what the daemon itself asks for no
-//! job waits twice.
+//! The mapper's queue of jobs. It is bounded: the guest's jobs by number, the daemon's own because none of them waits twice.
 
 use std::collections::{HashSet, VecDeque};
+use std::ops::Range;
+use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 use rustix::io::Errno;
 
-use super::mapper::Job;
 use super::proxy::Event;
+use super::shared::Source;
+use crate::fuse::ops::Answer;
 use crate::limits::WINDOW_JOBS;
+
+/// A job of the mapper.
+pub enum Job {
+    Dax(DaxJob),
+    Slot(SlotJob),
+    /// Others do something to a file.
+    Event(Event),
+    /// The session is over.
+    Reset,
+}
+
+/// A job for the DAX window. All are the guest's.
+pub enum DaxJob {
+    Map {
+        ranges: Range<usize>,
+        from: u64,
+        writable: bool,
+        node: u64,
+        source: Arc<dyn Source>,
+        answer: Answer,
+    },
+    Unmap {
+        ranges: Vec<usize>,
+        answer: Answer,
+    },
+    /// Blocks are about to be taken from these bytes of a node's file.
+    Vacate {
+        node: u64,
+        from: u64,
+        len: u64,
+        answer: Answer,
+    },
+}
+
+/// A job for window passthrough.
+pub enum SlotJob {
+    /// A guest with passthrough begins a session.
+    Start {
+        session: u64,
+        answer: Answer,
+    },
+    /// A node's first open with passthrough.
+    Open {
+        session: u64,
+        node: u64,
+        index: u32,
+        source: Arc<dyn Source>,
+        /// To be called if the queue is full.
+        refused: Box<dyn FnOnce() + Send>,
+    },
+    /// The guest wants a live entry that covers these bytes.
+    Ask {
+        node: u64,
+        from: u64,
+        len: u64,
+        writable: bool,
+        answer: Answer,
+    },
+    Entry(EntryJob, u32),
+}
+
+/// What the daemon itself wants done to an entry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum EntryJob {
+    /// Its last open is released, and its slot is not kept.
+    Drop,
+    /// It was revoked because its file has a hole now.
+    Downgrade,
+    /// Its file has outgrown the slot.
+    Remap,
+    /// It must not stay mapped.
+    Gone,
+}
+
+impl From<DaxJob> for Job {
+    fn from(job: DaxJob) -> Self {
+        Self::Dax(job)
+    }
+}
+
+impl From<SlotJob> for Job {
+    fn from(job: SlotJob) -> Self {
+        Self::Slot(job)
+    }
+}
+
+/// Who asks for a job.
+enum Origin {
+    /// The guest. If the queue is full, it is refused.
+    Guest,
+    /// The daemon. There is no use in a second one before the first is done.
+    Daemon(Own),
+    Reset,
+}
+
+/// A job of the daemon's own.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+enum Own {
+    Event(Event),
+    Entry(EntryJob, u32),
+}
+
+impl Job {
+    const fn origin(&self) -> Origin {
+        match self {
+            Self::Dax(_) | Self::Slot(SlotJob::Start { .. } | SlotJob::Open { .. } | SlotJob::Ask { .. }) => {
+                Origin::Guest
+            }
+            Self::Slot(SlotJob::Entry(job, index)) => Origin::Daemon(Own::Entry(*job, *index)),
+            Self::Event(event) => Origin::Daemon(Own::Event(*event)),
+            Self::Reset => Origin::Reset,
+        }
+    }
+
+    /// Answers EAGAIN to a job of the guest's.
+    fn refuse(self) {
+        match self {
+            Self::Dax(DaxJob::Map { answer, .. } | DaxJob::Unmap { answer, .. } | DaxJob::Vacate { answer, .. })
+            | Self::Slot(SlotJob::Start { answer, .. } | SlotJob::Ask { answer, .. }) => answer(Err(Errno::AGAIN)),
+            Self::Slot(SlotJob::Open { refused, .. }) => refused(),
+            Self::Slot(SlotJob::Entry(..)) | Self::Event(_) | Self::Reset => {}
+        }
+    }
+}
 
 #[derive(Default)]
 pub struct Jobs {
@@ -20,62 +146,39 @@ pub struct Jobs {
 #[derive(Default)]
 struct Queue {
     jobs: VecDeque<Job>,
-    /// How many are of the guest.
+    /// How many are the guest's.
     guests: usize,
-    /// The daemon's own that wait.
+    /// Those of the daemon's own.
     waiting: HashSet<Own>,
 }
 
-/// A job of the daemon that may be asked for again before it is done, to no purpose.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-enum Own {
-    Changed(u64),
-    Revoke(u64),
-    Drop(u32),
-    Downgrade(u32),
-    Remap(u32),
-    Gone(u32),
-}
-
-impl Own {
-    fn of(job: &Job) -> Option<Self> {
-        Some(match *job {
-            Job::Event(Event::Changed(id)) => Self::Changed(id),
-            Job::Event(Event::Revoke(id)) => Self::Revoke(id),
-            Job::Drop { index } => Self::Drop(index),
-            Job::Downgrade { index } => Self::Downgrade(index),
-            Job::Remap { index } => Self::Remap(index),
-            Job::Gone { index } => Self::Gone(index),
-            _ => return None,
-        })
-    }
-}
-
 impl Jobs {
-    /// Adds a job. The guest gets EAGAIN for one too many; those of the daemon are never lost, and never wait.
-    pub fn send(&self, job: Job) {
+    /// Adds a job. If the queue is full, the guest gets EAGAIN. The daemon's own jobs are never lost, and sending one never
+    /// blocks.
+    pub fn send(&self, job: impl Into<Job>) {
+        let job = job.into();
         let mut queue = self.queue.lock();
-        if let Some(own) = Own::of(&job) {
-            if !queue.waiting.insert(own) {
-                return;
+        match job.origin() {
+            Origin::Guest if queue.guests == WINDOW_JOBS => {
+                drop(queue);
+                return job.refuse();
             }
-        } else if matches!(job, Job::Reset) {
+            Origin::Guest => queue.guests += 1,
+            Origin::Daemon(own) => {
+                if !queue.waiting.insert(own) {
+                    return;
+                }
+            }
             // Nothing has come since the last one.
-            if matches!(queue.jobs.back(), Some(Job::Reset)) {
-                return;
-            }
-        } else if queue.guests == WINDOW_JOBS {
-            drop(queue);
-            return job.refuse(Errno::AGAIN);
-        } else {
-            queue.guests += 1;
+            Origin::Reset if matches!(queue.jobs.back(), Some(Job::Reset)) => return,
+            Origin::Reset => {}
         }
         queue.jobs.push_back(job);
         drop(queue);
         self.some.notify_one();
     }
 
-    /// Waits for a job, or so long.
+    /// Waits for a job, `patience` at most.
     pub fn next(&self, patience: Option<Duration>) -> Option<Job> {
         let mut queue = self.queue.lock();
         if queue.jobs.is_empty() {
@@ -85,10 +188,10 @@ impl Jobs {
             }
         }
         let job = queue.jobs.pop_front()?;
-        match Own::of(&job) {
-            Some(own) => drop(queue.waiting.remove(&own)),
-            None if matches!(job, Job::Reset) => {}
-            None => queue.guests -= 1,
+        match job.origin() {
+            Origin::Guest => queue.guests -= 1,
+            Origin::Daemon(own) => drop(queue.waiting.remove(&own)),
+            Origin::Reset => {}
         }
         Some(job)
     }
@@ -111,16 +214,16 @@ mod tests {
                 assert_eq!(done, Err(Errno::AGAIN));
                 refused.fetch_add(1, Ordering::Relaxed);
             });
-            jobs.send(Job::Unmap { ranges: Vec::new(), answer });
+            jobs.send(DaxJob::Unmap { ranges: Vec::new(), answer });
             (0..10).for_each(|_| jobs.send(Job::Reset));
             for id in 0..5 {
                 jobs.send(Job::Event(Event::Changed(id)));
                 jobs.send(Job::Event(Event::Revoke(id)));
             }
             for index in 1..5 {
-                jobs.send(Job::Drop { index });
-                jobs.send(Job::Downgrade { index });
-                jobs.send(Job::Remap { index });
+                for job in [EntryJob::Drop, EntryJob::Downgrade, EntryJob::Remap] {
+                    jobs.send(SlotJob::Entry(job, index));
+                }
             }
         }
         assert_eq!(refused.load(Ordering::Relaxed), 100);
@@ -129,12 +232,13 @@ mod tests {
             all.push(job);
         }
         let count = |is: fn(&Job) -> bool| all.iter().filter(|job| is(job)).count();
-        assert_eq!(count(|job| matches!(job, Job::Unmap { .. })), WINDOW_JOBS);
+        assert_eq!(count(|job| matches!(job, Job::Dax(DaxJob::Unmap { .. }))), WINDOW_JOBS);
         assert_eq!(count(|job| matches!(job, Job::Event(_))), 10);
-        assert_eq!(count(|job| matches!(job, Job::Drop { .. } | Job::Downgrade { .. } | Job::Remap { .. })), 12);
+        assert_eq!(count(|job| matches!(job, Job::Slot(SlotJob::Entry(..)))), 12);
         assert!(count(|job| matches!(job, Job::Reset)) <= WINDOW_JOBS + 1);
         // What was done can be asked for again.
-        jobs.send(Job::Drop { index: 1 });
-        assert!(matches!(jobs.next(Some(Duration::ZERO)), Some(Job::Drop { index: 1 })));
+        jobs.send(SlotJob::Entry(EntryJob::Drop, 1));
+        let again = jobs.next(Some(Duration::ZERO));
+        assert!(matches!(again, Some(Job::Slot(SlotJob::Entry(EntryJob::Drop, 1)))));
     }
 }

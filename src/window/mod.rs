@@ -12,6 +12,7 @@ mod mapper;
 mod passthrough;
 pub mod proxy;
 mod room;
+mod shared;
 mod slots;
 mod space;
 mod sys;
@@ -23,23 +24,20 @@ mod tests;
 pub mod doors;
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread;
-use std::time::{Duration, Instant};
 
-use dashmap::{DashMap, DashSet};
-use parking_lot::{Condvar, Mutex};
 use rustix::io::Errno;
 
 use crate::fuse::ops::{Answer, Result};
-use jobs::Jobs;
-use mapper::{Job, Mapper, errno, write_back};
+use jobs::{DaxJob, Job, Jobs};
+use mapper::Mapper;
 pub use passthrough::{MIN_SIZE, Passthrough, Settings, Writable};
-use proxy::{Event, Kind, Opened, Proxy};
+use shared::{DAX, Shared, WHOLE_FILES, write_back};
+pub use shared::{Facts, Frontend, Mapping, ProxyFiles, Source};
 use slots::Slots;
-use space::Promises;
 pub use space::Stores;
 
 /// log2 of [`RANGE`], as FUSE_INIT's map_alignment has it.
@@ -53,74 +51,6 @@ pub const RANGE: u64 = 1 << RANGE_SHIFT;
 /// are left for its RAM, its ROMs and its other devices.
 pub const MAX_MAPPINGS: usize = 448;
 
-/// How long a mapping may take to be in the guest's memory once the frontend has acknowledged it. QEMU's commit takes
-/// 2.5 ms with 512 regions; it never comes while the guest's driver has switched the device's memory off.
-const COMMIT: Duration = Duration::from_millis(250);
-
-/// How often it is tried whether a stopped device runs again.
-const STOPPED: Duration = Duration::from_millis(2);
-
-/// Ids of the regions. The first is VIRTIO's (1.3, section 5.11.6.4), the others docs/protocol.md's.
-const DAX: u8 = 0;
-const WHOLE_FILES: u8 = 1;
-const TABLE: u8 = 2;
-
-/// The frontend, which has the guest's memory. `at` and `len`: bytes in the region.
-pub trait Frontend: Send + Sync {
-    /// Whether the device is started.
-    fn is_running(&self) -> bool;
-    fn map(&self, region: u8, at: u64, len: u64, file: BorrowedFd, from: u64, writable: bool) -> io::Result<()>;
-    fn unmap(&self, region: u8, at: u64, len: u64) -> io::Result<()>;
-    /// How often a range of the file is in the guest's memory. [`Window::committed`] tells that it may be another number.
-    fn mapped(&self, file: BorrowedFd, from: u64, len: u64) -> usize;
-}
-
-/// A host file that is to be mapped.
-pub trait Source: Send + Sync {
-    fn open(&self, writable: bool) -> Result<OwnedFd>;
-    /// What decides how it can be mapped, as of now.
-    fn facts(&self) -> Result<Facts>;
-    /// What the guest stored in place could not be written: each open of the file is to hear of it once.
-    fn failed(&self, errno: Errno);
-}
-
-/// See [`Source::facts`].
-#[derive(Clone, Copy, Debug)]
-pub struct Facts {
-    /// In bytes.
-    pub size: u64,
-    /// What the guest takes it to be, at most: beyond `size` it may touch what a mapping has no pages for.
-    pub told_size: u64,
-    /// It has an execute bit.
-    pub executable: bool,
-}
-
-/// Makes the files that the frontend can map; see [`Proxy`].
-pub trait StandIns: Send + Sync {
-    fn open(&self, id: u64, kind: Kind, real: BorrowedFd) -> io::Result<Opened>;
-    fn invalidate(&self, id: u64) -> io::Result<()>;
-    fn watch(&self, id: u64) -> io::Result<()>;
-    fn next_event(&self) -> Option<Event>;
-}
-
-impl StandIns for Proxy {
-    fn open(&self, id: u64, kind: Kind, real: BorrowedFd) -> io::Result<Opened> {
-        Proxy::open(self, id, kind, real)
-    }
-
-    fn invalidate(&self, id: u64) -> io::Result<()> {
-        Proxy::invalidate(self, id)
-    }
-
-    fn watch(&self, id: u64) -> io::Result<()> {
-        Proxy::watch(self, id)
-    }
-
-    fn next_event(&self) -> Option<Event> {
-        Proxy::next_event(self)
-    }
-}
-
 /// The shared memory regions of one device.
 pub struct Window {
     /// Of the DAX window, in bytes; 0: there is none.
@@ -128,88 +58,12 @@ pub struct Window {
     passthrough: Option<Arc<Passthrough>>,
     jobs: Arc<Jobs>,
     shared: Arc<Shared>,
-    files: Arc<dyn StandIns>,
-}
-
-/// What the mapper shares with the other threads. No lock here is held during a call to the frontend.
-#[derive(Default)]
-struct Shared {
-    frontend: Mutex<Option<Arc<dyn Frontend>>>,
-    /// The frontend asked for the regions.
-    announced: AtomicBool,
-    commits: Commits,
-    /// Live mappings, by region.
-    live: [AtomicUsize; 3],
-    /// Nodes that have mappings in the DAX window.
-    nodes: DashSet<u64>,
-    /// By nodeid.
-    copies: DashMap<u64, Copy>,
-    promises: Promises,
-    /// Stand-ins that were ever opened.
-    ids: AtomicU64,
-}
-
-/// The stand-in of a file whose mappings are not the file's own pages.
-struct Copy {
-    id: u64,
-    file: Arc<OwnedFd>,
-    source: Arc<dyn Source>,
-}
-
-impl Shared {
-    /// A number for a stand-in.
-    fn next_id(&self) -> u64 {
-        self.ids.fetch_add(1, Ordering::Relaxed) + 1
-    }
-
-    fn live(&self, region: u8) -> &AtomicUsize {
-        &self.live[usize::from(region) % self.live.len()]
-    }
-
-    /// The frontend, once its device runs: QEMU 11.1 crashes at a request for one that is stopped.
-    fn frontend(&self) -> Result<Arc<dyn Frontend>> {
-        loop {
-            let frontend = self.frontend.lock().clone().ok_or(Errno::NODEV)?;
-            if frontend.is_running() {
-                return Ok(frontend);
-            }
-            thread::sleep(STOPPED);
-        }
-    }
-
-    /// Maps what is free, and waits until the guest has it. `true` if it has.
-    fn map(&self, region: u8, at: u64, len: u64, file: BorrowedFd, from: u64, writable: bool) -> Result<bool> {
-        let frontend = self.frontend()?;
-        // Another device's mappings are changes of the guest's memory too.
-        let mapped = || frontend.mapped(file, from, len);
-        let before = mapped();
-        let map = || frontend.map(region, at, len, file, from, writable);
-        map()
-            .or_else(|e| {
-                // The frontend may have a mapping that is forgotten here.
-                frontend.unmap(region, at, len).map_err(|_| e).and_then(|()| map())
-            })
-            .map_err(|e| errno(&e))?;
-        self.live(region).fetch_add(1, Ordering::Relaxed);
-        Ok(self.commits.wait(|| mapped() > before))
-    }
-
-    /// Takes a mapping away, and waits until the guest has it no more.
-    fn unmap(&self, region: u8, at: u64, len: u64, file: BorrowedFd, from: u64) {
-        self.live(region).fetch_sub(1, Ordering::Relaxed);
-        let Ok(frontend) = self.frontend() else { return };
-        let mapped = || frontend.mapped(file, from, len);
-        let before = mapped();
-        match frontend.unmap(region, at, len) {
-            Ok(()) => drop(self.commits.wait(|| mapped() < before)),
-            Err(e) => tracing::debug!("the frontend had no mapping at {at:#x} of region {region} any more: {e}"),
-        }
-    }
+    files: Arc<dyn ProxyFiles>,
 }
 
 impl Window {
     /// A DAX window of `size` bytes (0: none), a passthrough window, and their threads.
-    pub fn new(size: u64, passthrough: Option<Settings>, files: Arc<dyn StandIns>) -> io::Result<Arc<Self>> {
+    pub fn new(size: u64, passthrough: Option<Settings>, files: Arc<dyn ProxyFiles>) -> io::Result<Arc<Self>> {
         let jobs = Arc::new(Jobs::default());
         let shared = Arc::new(Shared::default());
         let passthrough =
@@ -323,7 +177,7 @@ impl Window {
         if from % RANGE != 0 || from.checked_add(len).is_none_or(|end| end > i64::MAX as u64) {
             return Err(Errno::INVAL);
         }
-        self.jobs.send(Job::Map { ranges, from, writable, node, source, answer: answer() });
+        self.jobs.send(DaxJob::Map { ranges, from, writable, node, source, answer: answer() });
         Ok(())
     }
 
@@ -338,29 +192,29 @@ impl Window {
             named[self.ranges(at, len)?].fill(true);
         }
         let ranges = (0..named.len()).filter(|range| named[*range]).collect();
-        self.jobs.send(Job::Unmap { ranges, answer: answer() });
+        self.jobs.send(DaxJob::Unmap { ranges, answer: answer() });
         Ok(())
     }
 
     /// Brings what the guest wrote in place to the file where its mappings are not the file's own pages. [`Source::failed`]
     /// hears what fails.
     pub fn sync(&self, node: u64) {
-        let copy = self.shared.copies.get(&node).map(|copy| (copy.file.clone(), copy.source.clone()));
-        if let Some((file, source)) = copy {
-            write_back(file.as_fd(), &*source);
+        let cached = self.shared.cached.get(&node).map(|file| (file.fd.clone(), file.source.clone()));
+        if let Some((fd, source)) = cached {
+            write_back(fd.as_fd(), &*source);
         }
     }
 
     /// [`sync`](Self::sync) of all files.
     pub fn sync_all(&self) {
-        let nodes: Vec<u64> = self.shared.copies.iter().map(|copy| *copy.key()).collect();
+        let nodes: Vec<u64> = self.shared.cached.iter().map(|file| *file.key()).collect();
         nodes.into_iter().for_each(|node| self.sync(node));
     }
 
     /// Runs what changes a file's contents other than in place, such that the guest sees one file: what it wrote in place
     /// comes before, and what it reads there is read anew.
     pub fn changing<R>(&self, node: u64, change: impl FnOnce() -> R) -> R {
-        let Some(id) = self.shared.copies.get(&node).map(|copy| copy.id) else { return change() };
+        let Some(id) = self.shared.cached.get(&node).map(|file| file.id) else { return change() };
         self.sync(node);
         let changed = change();
         if let Err(e) = self.files.invalidate(id) {
@@ -397,7 +251,7 @@ impl Window {
         }
         let (send, vacated) = mpsc::channel();
         let answer = Box::new(move |result| send.send(result).unwrap_or_default());
-        self.jobs.send(Job::Vacate { node, from, len, answer });
+        self.jobs.send(DaxJob::Vacate { node, from, len, answer });
         vacated.recv().unwrap_or(Err(Errno::IO))
     }
 
@@ -412,38 +266,6 @@ impl Window {
             true if self.is_open() => Ok((at / RANGE) as usize..(end / RANGE) as usize),
             true => Err(Errno::NODEV),
             false => Err(Errno::INVAL),
-        }
-    }
-}
-
-/// Counts the changes of the guest's memory.
-#[derive(Default)]
-struct Commits {
-    count: Mutex<u64>,
-    changed: Condvar,
-}
-
-impl Commits {
-    fn add(&self) {
-        *self.count.lock() += 1;
-        self.changed.notify_all();
-    }
-
-    /// Waits until it is done, which only a change can bring about; `false` if it takes too long.
-    fn wait(&self, done: impl Fn() -> bool) -> bool {
-        let until = Instant::now() + COMMIT;
-        loop {
-            let before = *self.count.lock();
-            if done() {
-                return true;
-            }
-            let mut count = self.count.lock();
-            while *count == before {
-                if self.changed.wait_until(&mut count, until).timed_out() {
-                    tracing::debug!("a mapping is not in the guest's memory: is the device's memory off?");
-                    return false;
-                }
-            }
         }
     }
 }

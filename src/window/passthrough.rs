@@ -12,9 +12,8 @@ use parking_lot::Mutex;
 use rustix::fs::{FallocateFlags, Stat, fallocate, fstat};
 use rustix::io::Errno;
 
-use super::Source;
-use super::jobs::Jobs;
-use super::mapper::Job;
+use super::jobs::{EntryJob, Jobs, SlotJob};
+use super::shared::Source;
 use super::space::{Stores, hole};
 use super::table::{Change, ENTRIES, EntryState, LEN, Line, Table};
 use crate::fuse::ops::{Answer, Result};
@@ -151,7 +150,7 @@ impl Passthrough {
     /// Begins a session with the guest; answers when the table is in its memory, or with an error.
     pub fn start(&self, answer: Answer) {
         let session = self.nodes.lock().session;
-        self.jobs.send(Job::Start { session, answer });
+        self.jobs.send(SlotJob::Start { session, answer });
     }
 
     pub(super) fn started(&self, session: u64) {
@@ -194,7 +193,7 @@ impl Passthrough {
                     if source.is_none() {
                         known.how = How::Messages;
                         drop(nodes);
-                        self.send(Job::Drop { index });
+                        self.send(SlotJob::Entry(EntryJob::Drop, index));
                         return Poll::Ready(None);
                     }
                     drop(nodes);
@@ -207,7 +206,7 @@ impl Passthrough {
             nodes.known.insert(node, Node { opens: 1, how: How::Deciding(index, Vec::new()), released: 0 });
             let (session, this) = (nodes.session, self.clone());
             let refused = Box::new(move || this.refuse(session, node, index));
-            self.send(Job::Open { session, node, index, source, refused });
+            self.send(SlotJob::Open { session, node, index, source, refused });
         } else {
             nodes.known.insert(node, Node { opens: 1, how: How::Messages, released: 0 });
             return Poll::Ready(None);
@@ -264,7 +263,7 @@ impl Passthrough {
             self.make_live(line, file, None).or_else(|errno| line.step(Change::Withdraw).and(Err(errno)))
         });
         if live.is_err() {
-            self.send(Job::Gone { index });
+            self.send(SlotJob::Entry(EntryJob::Gone, index));
         }
     }
 
@@ -341,7 +340,7 @@ impl Passthrough {
         });
         if !kept {
             nodes.known.remove(&node);
-            index.into_iter().for_each(|index| self.send(Job::Drop { index }));
+            index.into_iter().for_each(|index| self.send(SlotJob::Entry(EntryJob::Drop, index)));
         }
     }
 
@@ -350,13 +349,13 @@ impl Passthrough {
         let mut nodes = self.nodes.lock();
         let Some(index) = nodes.known.get(&node).and_then(Node::index) else { return };
         if nodes.forget(node, index) {
-            self.send(Job::Drop { index });
+            self.send(SlotJob::Entry(EntryJob::Drop, index));
         }
     }
 
     /// Asks for a live entry of an open node that covers `len` bytes from `from` on.
     pub fn ask(&self, node: u64, from: u64, len: u64, writable: bool, answer: Answer) {
-        self.jobs.send(Job::Ask { node, from, len, writable, answer });
+        self.jobs.send(SlotJob::Ask { node, from, len, writable, answer });
     }
 
     /// Whether a node has an entry of the table.
@@ -540,13 +539,13 @@ impl Passthrough {
     fn changed(&self, index: u32, revoked: bool) {
         let entry = self.table.entry(index);
         if revoked {
-            self.send(Job::Downgrade { index });
+            self.send(SlotJob::Entry(EntryJob::Downgrade, index));
         } else if entry.state.is_live() && entry.size > entry.length {
-            self.send(Job::Remap { index });
+            self.send(SlotJob::Entry(EntryJob::Remap, index));
         }
     }
 
-    fn send(&self, job: Job) {
+    fn send(&self, job: SlotJob) {
         self.jobs.send(job);
     }
 }

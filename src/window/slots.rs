@@ -9,12 +9,13 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FallocateFlags, fallocate, fstat};
 use rustix::io::Errno;
 
-use super::mapper::{Job, errno, write_back};
+use super::jobs::{EntryJob, SlotJob};
 use super::passthrough::{Passthrough, Writable};
-use super::proxy::{Event, Kind};
+use super::proxy::Kind;
 use super::room::Room;
+use super::shared::{CachedFile, Mapping, ProxyFiles, Shared, Source, TABLE, WHOLE_FILES, errno, write_back};
 use super::table::{Change, EntryState};
-use super::{Copy, RANGE, Shared, Source, StandIns, TABLE, WHOLE_FILES, table};
+use super::{RANGE, table};
 use crate::fuse::ops::Result;
 
 /// How often acknowledgements are looked for while a host process waits for one, or a file for its longer slot.
@@ -30,11 +31,17 @@ const PATIENCE: Duration = Duration::from_millis(if cfg!(fuzzing) { 0 } else { 1
 struct Held {
     at: u64,
     len: u64,
-    /// Of the stand-in.
+    /// The proxy file's number.
     id: u64,
     real: OwnedFd,
-    /// Open as long as it is mapped; a host process that truncates waits for that.
-    stand_in: OwnedFd,
+    /// The proxy file, open as long as it is mapped: a host process that truncates the real file waits for its end.
+    proxy: OwnedFd,
+}
+
+impl Held {
+    fn mapping(&self) -> Mapping<'_> {
+        Mapping::whole(WHOLE_FILES, self.at, self.len, self.proxy.as_fd())
+    }
 }
 
 /// What is mapped in the place of a file that the guest did not let go of in time.
@@ -79,7 +86,7 @@ struct Pending {
 pub struct Slots {
     pass: Arc<Passthrough>,
     shared: Arc<Shared>,
-    files: Arc<dyn StandIns>,
+    files: Arc<dyn ProxyFiles>,
     room: Room,
     /// By index in the table.
     known: HashMap<u32, Slot>,
@@ -88,7 +95,7 @@ pub struct Slots {
 }
 
 impl Slots {
-    pub fn new(pass: Arc<Passthrough>, shared: Arc<Shared>, files: Arc<dyn StandIns>) -> Self {
+    pub fn new(pass: Arc<Passthrough>, shared: Arc<Shared>, files: Arc<dyn ProxyFiles>) -> Self {
         let room = Room::new(pass.size());
         Self { pass, shared, files, room, known: HashMap::new(), pending: Vec::new(), has_table: false }
     }
@@ -102,17 +109,21 @@ impl Slots {
         }
     }
 
-    pub fn serve(&mut self, job: Job) {
+    pub fn serve(&mut self, job: SlotJob) {
         match job {
-            Job::Start { session, answer } => answer(self.start(session)),
-            Job::Open { session, node, index, source, .. } => self.open(session, node, index, source),
-            Job::Drop { index } => self.drop_slot(index),
-            Job::Event(Event::Changed(id)) => self.changed(id),
-            Job::Downgrade { index } => self.pend(index, Why::Downgrade),
-            Job::Remap { index } => self.lengthen(index),
-            Job::Gone { index } if self.pass.table.entry(index).state == EntryState::Gone => self.gone(index),
-            Job::Ask { node, from, len, writable, answer } => answer(self.ask(node, from, len, writable)),
-            _ => {}
+            SlotJob::Start { session, answer } => answer(self.start(session)),
+            SlotJob::Open { session, node, index, source, refused: _ } => self.open(session, node, index, source),
+            SlotJob::Ask { node, from, len, writable, answer } => answer(self.ask(node, from, len, writable)),
+            SlotJob::Entry(job, index) => match job {
+                EntryJob::Drop => self.drop_slot(index),
+                EntryJob::Downgrade => self.pend(index, Why::Downgrade),
+                EntryJob::Remap => self.lengthen(index),
+                EntryJob::Gone => {
+                    if self.pass.table.entry(index).state == EntryState::Gone {
+                        self.gone(index);
+                    }
+                }
+            },
         }
     }
 
@@ -122,7 +133,7 @@ impl Slots {
         // What was mapped while the session before ended has left its entry.
         self.pass.table.clear();
         let file = self.pass.table.file().ok_or(Errno::IO)?;
-        let seen = self.shared.map(TABLE, 0, table::LEN, file, 0, true).inspect_err(|errno| {
+        let seen = self.shared.map(&Mapping::whole(TABLE, 0, table::LEN, file)).inspect_err(|errno| {
             tracing::warn!("no window passthrough: the frontend does not map its table: {errno}");
         })?;
         self.has_table = true;
@@ -138,7 +149,7 @@ impl Slots {
         all.into_iter().for_each(|index| self.drop_slot(index));
         if std::mem::take(&mut self.has_table) {
             if let Some(file) = self.pass.table.file() {
-                self.shared.unmap(TABLE, 0, table::LEN, file, 0);
+                self.shared.unmap(&Mapping::whole(TABLE, 0, table::LEN, file));
             }
         }
     }
@@ -169,17 +180,16 @@ impl Slots {
         }
         // Asked when the guard is there already, so that the answer holds.
         let (at, len) = self.reserve(fstat(&real)?.st_size as u64)?;
-        self.put(index, node, Held { at, len, id, real, stand_in: opened.fd }, wanted)
+        self.put(index, node, Held { at, len, id, real, proxy: opened.fd }, wanted)
     }
 
     /// Maps a file where room is reserved, and makes the entry live. `wanted`: see [`fill`](Self::fill).
     fn put(&mut self, index: u32, node: u64, held: Held, wanted: bool) -> Result<()> {
-        let stand_in = held.stand_in.as_fd();
-        match self.shared.map(WHOLE_FILES, held.at, held.len, stand_in, 0, true) {
+        match self.shared.map(&held.mapping()) {
             Ok(true) => {}
             seen => {
                 if seen.is_ok() {
-                    self.shared.unmap(WHOLE_FILES, held.at, held.len, stand_in, 0);
+                    self.shared.unmap(&held.mapping());
                 }
                 self.room.free(held.at);
                 return Err(seen.err().unwrap_or(Errno::TIMEDOUT));
@@ -228,7 +238,7 @@ impl Slots {
         drop(self.empty(index));
         self.end_late(index);
         let Some(slot) = self.known.remove(&index) else { return };
-        self.shared.copies.remove(&slot.node);
+        self.shared.cached.remove(&slot.node);
         let mut nodes = self.pass.nodes.lock();
         if slot.session == nodes.session {
             self.pass.table.update(index, |line| {
@@ -247,7 +257,7 @@ impl Slots {
     /// Takes the file out of the slot. A host process that waits for that goes on when it is dropped.
     fn empty(&mut self, index: u32) -> Option<Held> {
         let held = self.known.get_mut(&index)?.held.take()?;
-        self.shared.unmap(WHOLE_FILES, held.at, held.len, held.stand_in.as_fd(), 0);
+        self.shared.unmap(&held.mapping());
         self.room.free(held.at);
         Some(held)
     }
@@ -255,31 +265,31 @@ impl Slots {
     fn end_late(&mut self, index: u32) {
         let Some(slot) = self.known.get_mut(&index) else { return };
         let Some(late) = slot.late.take() else { return };
-        self.shared.copies.remove(&slot.node);
+        self.shared.cached.remove(&slot.node);
         if let Some(file) = late.file {
-            self.shared.unmap(WHOLE_FILES, late.at, late.len, file.as_fd(), 0);
+            self.shared.unmap(&Mapping::whole(WHOLE_FILES, late.at, late.len, file.as_fd()));
             write_back(file.as_fd(), &*slot.source);
         }
         self.room.free(late.at);
     }
 
-    /// The slot that has this stand-in.
-    fn with_stand_in(&self, id: u64) -> Option<(u32, &Slot, &Held)> {
+    /// The slot that has this proxy file.
+    fn with_proxy_file(&self, id: u64) -> Option<(u32, &Slot, &Held)> {
         self.known
             .iter()
             .find_map(|(&index, slot)| Some((index, slot, slot.held.as_ref().filter(|held| held.id == id)?)))
     }
 
-    /// Somebody else has written to the file of this stand-in, or given it another size.
-    fn changed(&mut self, id: u64) {
-        if let Some((index, _, held)) = self.with_stand_in(id) {
+    /// Somebody else has written to the file of this proxy file, or given it another size.
+    pub fn changed(&mut self, id: u64) {
+        if let Some((index, _, held)) = self.with_proxy_file(id) {
             self.pass.look(index, held.real.as_fd());
         }
     }
 
-    /// A host process is about to truncate the file of this stand-in.
+    /// A host process is about to truncate the file of this proxy file.
     pub fn revoke(&mut self, id: u64) {
-        let Some((index, slot, _)) = self.with_stand_in(id) else { return };
+        let Some((index, slot, _)) = self.with_proxy_file(id) else { return };
         let node = slot.node;
         if self.pass.nodes.lock().forget(node, index) {
             return self.drop_slot(index);
@@ -378,7 +388,7 @@ impl Slots {
     fn move_elsewhere(&mut self, index: u32) {
         let moved = self.known.get_mut(&index).and_then(|slot| Some((slot.node, slot.held.take()?)));
         let Some((node, held)) = moved else { return };
-        self.shared.unmap(WHOLE_FILES, held.at, held.len, held.stand_in.as_fd(), 0);
+        self.shared.unmap(&held.mapping());
         self.room.free(held.at);
         let size = self.pass.table.entry(index).size;
         let put = self.reserve(size).and_then(|(at, len)| self.put(index, node, Held { at, len, ..held }, false));
@@ -396,25 +406,25 @@ impl Slots {
         let Some(held) = slot.held.take() else { return };
         tracing::warn!(node, "the guest did not let go of a file in time: what it still stores in place may be lost");
         let (at, len) = (held.at, held.len);
-        self.shared.unmap(WHOLE_FILES, at, len, held.stand_in.as_fd(), 0);
+        self.shared.unmap(&held.mapping());
         self.set_gone(index);
         drop(held);
         let id = self.shared.next_id();
         let open = || self.files.open(id, Kind::Cached, source.open(true)?.as_fd());
         let mapped = open().map_err(|e| errno(&e)).and_then(|opened| {
-            self.shared.map(WHOLE_FILES, at, len, opened.fd.as_fd(), 0, true)?;
+            self.shared.map(&Mapping::whole(WHOLE_FILES, at, len, opened.fd.as_fd()))?;
             Ok(Arc::new(opened.fd))
         });
         let mapped = mapped.inspect_err(|errno| tracing::warn!(node, "nothing can be put in its place: {errno}"));
         if let Ok(file) = &mapped {
-            self.shared.copies.insert(node, Copy { id, file: file.clone(), source });
+            self.shared.cached.insert(node, CachedFile { id, fd: file.clone(), source });
         }
         if let Some(slot) = self.known.get_mut(&index) {
             slot.late = Some(Late { at, len, generation, file: mapped.ok() });
         }
     }
 
-    /// Ends stand-ins that the guest has let go of, and maps files again whose truncation is over.
+    /// Ends Cached proxy files that the guest has let go of, and maps files again whose truncation is over.
     fn look_later(&mut self) {
         let pass = &self.pass;
         let over = |(index, slot): (&u32, &Slot)| {

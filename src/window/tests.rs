@@ -1,13 +1,17 @@
-//! The mapper against a frontend and stand-ins that only take note.
+//! The mapper against a frontend and proxy files that only take note.
 
 use std::io::Read;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::mpsc;
+use std::time::Duration;
 
+use parking_lot::Mutex;
+
+use super::proxy::{Event, Kind, Opened};
 use super::*;
 
-/// Live mappings as the frontend has them, by range: the stand-in's id.
+/// Live mappings as the frontend has them, by range: the proxy file's id.
 #[derive(Default)]
 struct Taken {
     mapped: Mutex<Vec<(u64, u64)>>,
@@ -17,7 +21,7 @@ struct Taken {
 struct FakeFrontend(Arc<Taken>, Arc<Made>);
 
 impl FakeFrontend {
-    /// Of the stand-in; 0 for the table.
+    /// Of the proxy file; 0 for the table.
     fn id(&self, file: BorrowedFd) -> u64 {
         let made = self.1.all.lock();
         made.iter().rev().find(|one| one.fd == file.as_raw_fd()).map_or(0, |one| one.id)
@@ -29,12 +33,13 @@ impl Frontend for FakeFrontend {
         true
     }
 
-    fn mapped(&self, file: BorrowedFd, _from: u64, _len: u64) -> usize {
-        let id = self.id(file);
+    fn mapped(&self, mapping: &Mapping) -> usize {
+        let id = self.id(mapping.file);
         self.0.mapped.lock().iter().filter(|mapped| mapped.1 == id).count()
     }
 
-    fn map(&self, region: u8, at: u64, len: u64, file: BorrowedFd, _from: u64, _writable: bool) -> io::Result<()> {
+    fn map(&self, mapping: &Mapping) -> io::Result<()> {
+        let Mapping { region, at, len, file, .. } = *mapping;
         assert!(region != DAX || len == RANGE);
         self.0.calls.fetch_add(1, Ordering::Relaxed);
         let id = self.id(file);
@@ -46,7 +51,8 @@ impl Frontend for FakeFrontend {
         Ok(())
     }
 
-    fn unmap(&self, _region: u8, at: u64, _len: u64) -> io::Result<()> {
+    fn unmap(&self, mapping: &Mapping) -> io::Result<()> {
+        let at = mapping.at;
         let mut mapped = self.0.mapped.lock();
         let before = mapped.len();
         mapped.retain(|m| m.0 != at);
@@ -54,7 +60,7 @@ impl Frontend for FakeFrontend {
     }
 }
 
-/// A stand-in; its other end tells whether it is open.
+/// A proxy file; its other end tells whether it is open.
 struct MadeOne {
     id: u64,
     kind: Kind,
@@ -68,7 +74,7 @@ struct Made {
     guarded: bool,
 }
 
-impl StandIns for Made {
+impl ProxyFiles for Made {
     fn open(&self, id: u64, kind: Kind, _real: BorrowedFd) -> io::Result<Opened> {
         let (fd, end) = UnixStream::pair()?;
         end.set_nonblocking(true)?;
@@ -154,7 +160,7 @@ impl Rig {
 }
 
 #[test]
-fn a_file_has_one_stand_in_as_long_as_it_is_mapped() {
+fn a_file_has_one_proxy_file_as_long_as_it_is_mapped() {
     let rig = rig(true);
     for range in 0..3 {
         rig.map(range, 1, range, false, 7, FakeSource::default()).unwrap();

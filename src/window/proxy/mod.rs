@@ -72,7 +72,7 @@ impl fmt::Display for Guard {
 pub struct Error(String);
 
 /// What others do to a file, by the caller's number for it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Event {
     /// A truncation waits until the Through file is gone: all its mappings, and then all its descriptors, here and in QEMU.
     Revoke(u64),

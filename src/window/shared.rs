@@ -1,0 +1,239 @@
+//! What the parts of the window know of each other: the frontend, the files to map, and the state that the mapper shares with
+//! other threads.
+
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dashmap::{DashMap, DashSet};
+use parking_lot::{Condvar, Mutex};
+use rustix::io::Errno;
+
+use super::RANGE;
+use super::proxy::{Event, Kind, Opened, Proxy};
+use super::space::Promises;
+use super::sys;
+use crate::fuse::ops::Result;
+
+/// How long a mapping may take to reach the guest's memory after the frontend has acknowledged it. QEMU's commit takes
+/// 2.5 ms with 512 regions. It never comes while the guest's driver has switched the device's memory off.
+const COMMIT: Duration = Duration::from_millis(250);
+
+/// How often to check whether a stopped device runs again.
+const STOPPED: Duration = Duration::from_millis(2);
+
+/// The region of the DAX window (VIRTIO 1.3, section 5.11.6.4).
+pub const DAX: u8 = 0;
+/// The region of whole files (docs/protocol.md).
+pub const WHOLE_FILES: u8 = 1;
+/// The region of the backing table (docs/protocol.md).
+pub const TABLE: u8 = 2;
+
+/// A mapping of a file into a region, as the frontend knows it. Offsets and lengths are in bytes.
+#[derive(Clone, Copy, Debug)]
+pub struct Mapping<'a> {
+    /// The region's id.
+    pub region: u8,
+    /// Where in the region it begins.
+    pub at: u64,
+    pub len: u64,
+    pub file: BorrowedFd<'a>,
+    /// Where in the file it begins.
+    pub from: u64,
+    pub writable: bool,
+}
+
+impl<'a> Mapping<'a> {
+    /// One [`RANGE`] of a file in the DAX window.
+    pub const fn dax(range: usize, file: BorrowedFd<'a>, from: u64, writable: bool) -> Self {
+        Self { region: DAX, at: range as u64 * RANGE, len: RANGE, file, from, writable }
+    }
+
+    /// A file's first `len` bytes, writable.
+    pub const fn whole(region: u8, at: u64, len: u64, file: BorrowedFd<'a>) -> Self {
+        Self { region, at, len, file, from: 0, writable: true }
+    }
+}
+
+/// The frontend, which has the guest's memory.
+pub trait Frontend: Send + Sync {
+    /// Whether the device is started.
+    fn is_running(&self) -> bool;
+    fn map(&self, mapping: &Mapping) -> io::Result<()>;
+    fn unmap(&self, mapping: &Mapping) -> io::Result<()>;
+    /// How many times the guest's memory contains this part of the file, at any place. [`Window::committed`] tells when this may
+    /// have changed.
+    ///
+    /// [`Window::committed`]: super::Window::committed
+    fn mapped(&self, mapping: &Mapping) -> usize;
+}
+
+/// A host file to map.
+pub trait Source: Send + Sync {
+    fn open(&self, writable: bool) -> Result<OwnedFd>;
+    /// What decides how the file can be mapped now.
+    fn facts(&self) -> Result<Facts>;
+    /// What the guest stored in place could not be written. Each open of the file must report this once.
+    fn failed(&self, errno: Errno);
+}
+
+/// See [`Source::facts`].
+#[derive(Clone, Copy, Debug)]
+pub struct Facts {
+    /// Bytes of the file.
+    pub size: u64,
+    /// The largest size in bytes that the guest may believe in. Past `size` it may touch pages that a mapping does not have.
+    pub told_size: u64,
+    /// It has an execute bit.
+    pub executable: bool,
+}
+
+/// Opens proxy files, which the frontend can map; see [`Proxy`].
+pub trait ProxyFiles: Send + Sync {
+    fn open(&self, id: u64, kind: Kind, real: BorrowedFd) -> io::Result<Opened>;
+    fn invalidate(&self, id: u64) -> io::Result<()>;
+    fn watch(&self, id: u64) -> io::Result<()>;
+    fn next_event(&self) -> Option<Event>;
+}
+
+impl ProxyFiles for Proxy {
+    fn open(&self, id: u64, kind: Kind, real: BorrowedFd) -> io::Result<Opened> {
+        Self::open(self, id, kind, real)
+    }
+
+    fn invalidate(&self, id: u64) -> io::Result<()> {
+        Self::invalidate(self, id)
+    }
+
+    fn watch(&self, id: u64) -> io::Result<()> {
+        Self::watch(self, id)
+    }
+
+    fn next_event(&self) -> Option<Event> {
+        Self::next_event(self)
+    }
+}
+
+/// What the mapper shares with the other threads. No lock here is held during a call to the frontend.
+#[derive(Default)]
+pub struct Shared {
+    pub frontend: Mutex<Option<Arc<dyn Frontend>>>,
+    /// The frontend has asked for the regions.
+    pub announced: AtomicBool,
+    pub commits: Commits,
+    /// Live mappings, by region.
+    pub live: [AtomicUsize; 3],
+    /// Nodes that have mappings in the DAX window.
+    pub nodes: DashSet<u64>,
+    /// Cached proxy files that are mapped, by nodeid.
+    pub cached: DashMap<u64, CachedFile>,
+    pub promises: Promises,
+    /// How many proxy files were ever opened.
+    ids: AtomicU64,
+}
+
+/// A Cached proxy file: what the guest stores there has yet to be written to the real file.
+pub struct CachedFile {
+    pub id: u64,
+    pub fd: Arc<OwnedFd>,
+    pub source: Arc<dyn Source>,
+}
+
+impl Shared {
+    /// A number for a new proxy file.
+    pub fn next_id(&self) -> u64 {
+        self.ids.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    pub fn live(&self, region: u8) -> &AtomicUsize {
+        &self.live[usize::from(region) % self.live.len()]
+    }
+
+    /// The frontend, once its device runs: QEMU 11.1 crashes if it is asked to map for a stopped device.
+    fn frontend(&self) -> Result<Arc<dyn Frontend>> {
+        loop {
+            let frontend = self.frontend.lock().clone().ok_or(Errno::NODEV)?;
+            if frontend.is_running() {
+                return Ok(frontend);
+            }
+            thread::sleep(STOPPED);
+        }
+    }
+
+    /// Maps a file where nothing is mapped, and waits until the guest has it. `false` if that takes too long.
+    pub fn map(&self, mapping: &Mapping) -> Result<bool> {
+        let frontend = self.frontend()?;
+        // The guest's memory also changes by the mappings of other devices.
+        let before = frontend.mapped(mapping);
+        let map = || frontend.map(mapping);
+        map()
+            .or_else(|e| {
+                // The frontend may still have a mapping that the daemon does not know of.
+                frontend.unmap(mapping).map_err(|_| e).and_then(|()| map())
+            })
+            .map_err(|e| errno(&e))?;
+        self.live(mapping.region).fetch_add(1, Ordering::Relaxed);
+        Ok(self.commits.wait(|| frontend.mapped(mapping) > before))
+    }
+
+    /// Takes a mapping away, and waits until the guest no longer has it.
+    pub fn unmap(&self, mapping: &Mapping) {
+        self.live(mapping.region).fetch_sub(1, Ordering::Relaxed);
+        let Ok(frontend) = self.frontend() else { return };
+        let before = frontend.mapped(mapping);
+        match frontend.unmap(mapping) {
+            Ok(()) => drop(self.commits.wait(|| frontend.mapped(mapping) < before)),
+            Err(e) => {
+                let Mapping { region, at, .. } = mapping;
+                tracing::debug!("the frontend had no mapping at {at:#x} of region {region}: {e}");
+            }
+        }
+    }
+}
+
+/// Counts the changes of the guest's memory.
+#[derive(Default)]
+pub struct Commits {
+    count: Mutex<u64>,
+    changed: Condvar,
+}
+
+impl Commits {
+    pub fn add(&self) {
+        *self.count.lock() += 1;
+        self.changed.notify_all();
+    }
+
+    /// Waits until `done` is true, which only a change of the guest's memory can make it. `false` if that takes too long.
+    fn wait(&self, done: impl Fn() -> bool) -> bool {
+        let until = Instant::now() + COMMIT;
+        loop {
+            let before = *self.count.lock();
+            if done() {
+                return true;
+            }
+            let mut count = self.count.lock();
+            while *count == before {
+                if self.changed.wait_until(&mut count, until).timed_out() {
+                    tracing::debug!("a mapping is not in the guest's memory: is the device's memory off?");
+                    return false;
+                }
+            }
+        }
+    }
+}
+
+/// Writes what the guest stored in a Cached proxy file to the real file. The kernel reports a failure once, so it is passed on to
+/// all opens of the file.
+pub fn write_back(cached: BorrowedFd, source: &dyn Source) {
+    if let Err(e) = sys::write_back(cached) {
+        source.failed(errno(&e));
+    }
+}
+
+pub fn errno(e: &io::Error) -> Errno {
+    Errno::from_io_error(e).unwrap_or(Errno::IO)
+}
