@@ -1,4 +1,4 @@
-//! The daemons without a guest, driven as `thruway-bench` does it.
+//! Measures daemons without a guest, as `thruway-bench` does.
 
 use std::fmt::Write;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use thruway_bench::{Plan, Session};
 
 use crate::host::{self, Result};
 
-/// virtiofsd's settings, of which the better one counts in each row, then ours.
+/// virtiofsd's settings, of which the better one counts in each row; then thruwayd.
 const CONTENDERS: [&str; 3] = ["virtiofsd --thread-pool-size=0", "virtiofsd --thread-pool-size=4", "thruwayd"];
 
 pub struct Table {
@@ -22,15 +22,15 @@ pub struct Table {
     rows: &'static [Wanted],
 }
 
-/// What is wanted of a row (issue 5), as ratios to virtiofsd.
+/// A row and its targets, as ratios to virtiofsd.
 struct Wanted {
     workload: &'static str,
     depth: usize,
-    /// Of operations per second, at least; 0: nothing is wanted.
+    /// At least this ratio of operations per second. 0: no target.
     rate: f64,
-    /// Of CPU time per request, at most.
+    /// At most this ratio of CPU time per request.
     cpu: f64,
-    /// Of the 99th percentile of an operation's time, at most.
+    /// At most this ratio of the 99th percentile of an operation's time.
     p99: f64,
 }
 
@@ -89,7 +89,7 @@ pub const TABLES: &[Table] = &[
     },
 ];
 
-/// Measures a table's rows; the contenders have turns in each round.
+/// Measures a table's rows. In each round every contender has its turn.
 pub fn measure(table: &Table, rounds: u32, time: Duration) -> Result<Vec<Row>> {
     let deepest = table.rows.iter().map(|row| row.depth).max().unwrap_or(1);
     let (virtiofsd, thruwayd) = (host::virtiofsd()?, host::thruwayd()?);
@@ -118,7 +118,7 @@ pub fn measure(table: &Table, rounds: u32, time: Duration) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// The table, and whether its ratios are what was wanted.
+/// The table in Markdown, with the targets that its ratios meet or miss.
 pub fn text(table: &Table, rows: &[Row]) -> String {
     let head = ["", "virtiofsd, ops/s", "thruwayd, ops/s", "ops/s", "CPU/request", "p50 µs", "p99"];
     let mut lines = vec![head.map(str::to_owned).to_vec()];
@@ -152,7 +152,7 @@ fn cells(row: &Row, wanted: &Wanted) -> Vec<String> {
     cells
 }
 
-/// The better one in what the row is about.
+/// The better of two in what the row's target is about.
 fn better<'a>(a: &'a Figures, b: &'a Figures, wanted: &Wanted) -> &'a Figures {
     let first = match wanted.p99.is_finite() {
         true => a.p99.median() <= b.p99.median(),

@@ -1,4 +1,4 @@
-//! One boot of a guest that does all jobs with one contender.
+//! Boots a guest that does all jobs of a table with one contender.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -13,14 +13,14 @@ use crate::host::{self, Result};
 use crate::plan::{Contender, Daemon, FIRST_OPEN, Job, Measure, SETUPMAPPING, SETUPMAPPING_LIVE, Table};
 use thruway_bench::series::{median, number};
 
-/// Lines of a failed boot that are shown: its own message after the end of the daemon's log and of the console.
+/// Lines of a failed boot to show: the end of the console and of the daemon's log, then the boot's own message.
 const SHOWN: usize = 60;
 
 static STOPPED: AtomicBool = AtomicBool::new(false);
-/// `boot` while it runs, else 0.
+/// The process id of `vm-images/boot` while it runs, otherwise 0.
 static BOOT: AtomicI32 = AtomicI32::new(0);
 
-/// A signal ends the guest first; then this program cleans up and ends too.
+/// Lets a signal end the guest first. Then this program cleans up and ends too.
 pub fn catch_signals() -> Result<()> {
     let stop = || {
         STOPPED.store(true, Ordering::SeqCst);
@@ -31,18 +31,18 @@ pub fn catch_signals() -> Result<()> {
     ctrlc::set_handler(stop).map_err(|e| format!("cannot catch signals: {e}"))
 }
 
-/// What a guest told.
+/// What a guest reported.
 #[derive(Default)]
 pub struct Told {
     /// By the job's name.
     pub figures: BTreeMap<String, f64>,
     pub versions: BTreeMap<String, String>,
-    /// Requests of a build, by opcode: none where the daemon does not count them.
+    /// Requests of a build, by opcode. Empty if the daemon does not count them.
     pub requests: BTreeMap<String, u64>,
     rest: Vec<String>,
 }
 
-/// Boots, shows each figure as it comes, and returns when the guest is gone.
+/// Boots the guest, prints each figure as it arrives, and returns when the guest has ended.
 pub fn run(table: &Table, contender: &Contender, share: &Path, quick: bool) -> Result<Told> {
     let logs = tempfile::tempdir().map_err(|e| format!("cannot make a directory for logs: {e}"))?;
     let mut boot = command(table, contender, share, quick, logs.path())?
@@ -69,7 +69,7 @@ pub fn run(table: &Table, contender: &Contender, share: &Path, quick: bool) -> R
     let measured = [(SETUPMAPPING, mapping_time(&log)), (FIRST_OPEN, first_open_time(&log))];
     told.figures.extend(measured.into_iter().filter_map(|(name, us)| Some((name.to_owned(), us?))));
     match table.jobs.iter().find(|job| !told.figures.contains_key(job.name)) {
-        Some(job) => Err(format!("the guest said nothing of the job '{}'", job.name)),
+        Some(job) => Err(format!("the guest did not report the job '{}'", job.name)),
         None => Ok(told),
     }
 }
@@ -87,13 +87,13 @@ fn command(table: &Table, contender: &Contender, share: &Path, quick: bool, logs
         Daemon::Thruwayd => format!("{} --metrics-path {}", contender.daemon_args, logs.join("metrics").display()),
         _ => contender.daemon_args.to_owned(),
     };
-    // A quick job is 200 ms long, which is some requests even under emulation.
+    // 200 ms of a quick job are a few requests even under emulation.
     let milliseconds = if quick { 200 } else { table.seconds * 1000 };
-    // By a shell that joins stderr to stdout: there is one log.
+    // A shell joins stderr to stdout, so that there is one log.
     let mut command = Command::new("sh");
     command
         .args(["-c", "exec \"$@\" 2>&1", "sh"])
-        // virtiofsd's own option is to count.
+        // Only virtiofsd's own option sets its log level.
         .env_remove("RUST_LOG")
         .arg(host::root().join("vm-images/boot"))
         .args(table.boot)
@@ -109,13 +109,13 @@ fn command(table: &Table, contender: &Contender, share: &Path, quick: bool, logs
         .args([place, &table.file_mib(quick).to_string(), &milliseconds.to_string()])
         .args(table.jobs.iter().map(job_line));
     if !matches!(contender.daemon, Daemon::Virtiofsd) {
-        // Of the window alone: one line for each mapping, which takes some hundred times as long.
+        // Trace the window only. It logs one line per mapping, and a mapping takes some hundred times as long.
         command.env("RUST_LOG", "info,thruway::window=trace");
     }
     Ok(command)
 }
 
-/// The median of the times that the daemon logged for mappings with [`SETUPMAPPING_LIVE`] others.
+/// The median of the times that the daemon logged for mappings made while [`SETUPMAPPING_LIVE`] others were live.
 fn mapping_time(log: &str) -> Option<f64> {
     let times = log.lines().filter(|line| line.contains(" mapped ")).filter_map(|line| {
         field(line, "live=").filter(|live| SETUPMAPPING_LIVE.contains(live)).and_then(|_| field(line, " us="))
@@ -124,7 +124,7 @@ fn mapping_time(log: &str) -> Option<f64> {
     (!times.is_empty()).then(|| median(&times))
 }
 
-/// The time that the daemon logged for the first file that it passed through.
+/// The time that the daemon logged for the first OPEN with passthrough.
 fn first_open_time(log: &str) -> Option<f64> {
     field(log.lines().find(|line| line.contains(" passthrough "))?, " us=").map(|us| us as f64)
 }
@@ -178,7 +178,7 @@ impl Told {
     }
 }
 
-/// What the daemon has counted beyond `before`, if it counts at all.
+/// The requests that the daemon has counted since `before`. Empty if it does not count.
 fn counted(metrics: &Path, before: &BTreeMap<String, u64>) -> BTreeMap<String, u64> {
     let mut text = String::new();
     let asked = UnixStream::connect(metrics).and_then(|mut socket| {
@@ -195,7 +195,7 @@ fn counted(metrics: &Path, before: &BTreeMap<String, u64>) -> BTreeMap<String, u
     counts.collect()
 }
 
-/// What virtiofsd has logged, where it was told to.
+/// The requests that virtiofsd has logged, if it was told to log them.
 fn logged(log: &str) -> BTreeMap<String, u64> {
     let mut requests = BTreeMap::new();
     for opcode in log.lines().filter_map(|line| line.split_once("Received request: opcode=")?.1.split(' ').next()) {
@@ -204,7 +204,7 @@ fn logged(log: &str) -> BTreeMap<String, u64> {
     requests
 }
 
-/// `None` for anything that is not a measured, positive figure.
+/// The figure in a job's JSON. `None` if there is none, or if it is not positive.
 fn figure(measure: &Measure, json: &str) -> Option<f64> {
     let json: Value = serde_json::from_str(json).ok()?;
     let figure = match measure {

@@ -1,4 +1,4 @@
-//! This machine: where things are, and what it is.
+//! The host: where programs are, and facts for the report.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use tempfile::TempDir;
 
 use crate::plan::Table;
 
-/// The error is the one line for the user.
+/// The error is one line for the user.
 pub type Result<T> = std::result::Result<T, String>;
 
 pub fn root() -> &'static Path {
@@ -45,7 +45,7 @@ fn cached(part: &str) -> Result<String> {
     output("bash", &["-c", &format!(". '{}' && {part}_dir", lib.display())])
 }
 
-/// What a program says, without the last newline.
+/// A program's output without its last newline.
 fn output(program: &str, arguments: &[&str]) -> Result<String> {
     let output = Command::new(program).args(arguments).output().map_err(|e| format!("cannot run {program}: {e}"))?;
     if !output.status.success() {
@@ -55,7 +55,7 @@ fn output(program: &str, arguments: &[&str]) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).trim_end().to_owned())
 }
 
-/// Runs a script of this repository that builds what some tables' guests boot, where it is not there yet.
+/// Runs one of this repository's scripts, which builds what some guests boot unless it is built already.
 pub fn build(script: &str, parts: &[&str]) -> Result<()> {
     let done = Command::new(root().join(script)).args(parts).status();
     match done.map_err(|e| format!("cannot run {script}: {e}"))?.success() {
@@ -64,29 +64,29 @@ pub fn build(script: &str, parts: &[&str]) -> Result<()> {
     }
 }
 
-/// Keeps the CPUs from halting while they idle, until it is dropped (Documentation/power/pm_qos_interface.rst, 0 µs); `None`
-/// where the kernel has no such thing. To wake a halted CPU takes a virtual machine 40 µs and more, as its host pleases: several
-/// times a request, and most of the noise.
+/// Keeps idle CPUs from halting until the result is dropped (0 µs, Documentation/power/pm_qos_interface.rst). `None` if
+/// the kernel cannot do that. Waking a halted CPU takes a virtual machine 40 µs or more, as its host pleases. That
+/// happens several times per request and is most of the noise.
 pub fn keep_awake() -> Option<fs::File> {
     let mut latency = fs::OpenOptions::new().write(true).open("/dev/cpu_dma_latency").ok()?;
     latency.write_all(&0i32.to_ne_bytes()).ok()?;
     Some(latency)
 }
 
-/// A directory in memory with the file that a table's jobs work on. Gone when dropped.
+/// Makes a directory in memory with the file that a table's jobs work on. It is deleted on drop.
 pub fn share(table: &Table, quick: bool) -> Result<TempDir> {
     let mib = table.file_mib(quick);
     let share = tempfile::Builder::new()
         .prefix("thruway-bench.")
         .tempdir_in("/dev/shm")
         .map_err(|e| format!("cannot make a directory in /dev/shm: {e}"))?;
-    // Not zeroes, which a file system or an emulator might treat better than data.
+    // A file system or an emulator might treat zeroes better than data.
     fs::write(share.path().join("data"), vec![0x5a; mib << 20])
         .map_err(|e| format!("cannot write {mib} MiB to /dev/shm: {e}"))?;
     Ok(share)
 }
 
-/// What is known before the run, as it will be told in the report.
+/// Facts for the report that are known before the run.
 pub fn facts() -> Result<Vec<(&'static str, String)>> {
     let load = fs::read_to_string("/proc/loadavg").unwrap_or_default();
     Ok(vec![

@@ -1,4 +1,4 @@
-//! `make bench`: the same jobs in the same guests through several daemons, in turn.
+//! `make bench`: runs the same jobs in the same guests, with several daemons in turn.
 
 mod frontend;
 mod guest;
@@ -18,7 +18,7 @@ use host::Result;
 use plan::{Contender, FIRST_OPEN, SETUPMAPPING, TABLES, Table};
 use thruway_bench::series::Series;
 
-/// What is done in this repository beside cargo's own commands
+/// Tasks of this repository beside cargo's own commands
 #[derive(Parser)]
 enum Task {
     Bench(Options),
@@ -30,19 +30,19 @@ enum Task {
     },
 }
 
-/// Compares daemons by what guests measure, and writes benchmarks.md with plots
+/// Compares daemons in guests and writes benchmarks.md and its plots
 #[derive(Args)]
 struct Options {
-    /// How often each contender has its turn
+    /// How many turns each contender has
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
-    /// One round of short jobs, to see that it works; the figures go to target/bench
+    /// One round of short jobs, to see that the harness works; the figures go to target/bench
     #[arg(long, conflicts_with = "rounds")]
     quick: bool,
-    /// Only these tables; the others stay as they are
+    /// Measure only these tables; the others stay as they are
     #[arg(long, value_name = "TABLE", value_delimiter = ',', value_parser = PossibleValuesParser::new(names()))]
     only: Vec<String>,
-    /// Where benchmarks.md and plots/ are written [default: docs]
+    /// Where to write benchmarks.md and plots/ [default: docs]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
 }
@@ -66,23 +66,28 @@ impl Options {
     }
 }
 
-/// All that was measured.
+/// Everything that was measured.
 pub struct Results {
     quick: bool,
     rounds: u32,
-    /// Of the host and the programs.
+    /// Versions of the host and its programs.
     facts: Vec<(&'static str, String)>,
-    /// By the names of table, contender and job.
+    /// By table, contender and job.
     figures: BTreeMap<[&'static str; 3], Series>,
-    /// By the name of a table of [`frontend`].
+    /// By table, for those of [`frontend`].
     rows: BTreeMap<&'static str, Vec<thruway_bench::report::Row>>,
-    /// Of a build, by table and contender: requests by opcode.
+    /// Requests of a build by opcode, by table and contender.
     requests: BTreeMap<[&'static str; 2], BTreeMap<String, u64>>,
-    /// What the guests of a table told of themselves, by its name.
+    /// What the guests of a table reported of themselves, by table.
     versions: BTreeMap<&'static str, BTreeMap<String, String>>,
 }
 
 impl Results {
+    fn new(quick: bool, rounds: u32, facts: Vec<(&'static str, String)>) -> Self {
+        let (figures, rows) = (BTreeMap::new(), BTreeMap::new());
+        Self { quick, rounds, facts, figures, rows, requests: BTreeMap::new(), versions: BTreeMap::new() }
+    }
+
     fn series(&self, table: &Table, contender: &Contender, job: &plan::Job) -> &Series {
         &self.figures[&[table.name, contender.name, job.name]]
     }
@@ -127,7 +132,7 @@ fn plots(out: &Path) -> Result<()> {
 fn bench(options: &Options) -> Result<()> {
     guest::catch_signals()?;
     let out = options.out();
-    // Before the minutes that it takes to measure.
+    // Fail before measuring for minutes, not after.
     let page = report::Page::open(out.join("benchmarks.md"))?;
     let results = measure(options)?;
     print!("\n{}", report::tables(&results));
@@ -147,15 +152,7 @@ fn measure(options: &Options) -> Result<Results> {
         host::build("vm-images/setup.sh", &[plan::UML])?;
     }
     let rounds = options.rounds();
-    let mut results = Results {
-        quick: options.quick,
-        rounds,
-        facts: host::facts()?,
-        figures: BTreeMap::new(),
-        rows: BTreeMap::new(),
-        requests: BTreeMap::new(),
-        versions: BTreeMap::new(),
-    };
+    let mut results = Results::new(options.quick, rounds, host::facts()?);
     for table in frontend::TABLES.iter().filter(|table| options.wants(table.name)) {
         println!("{} ...", table.title);
         let time = std::time::Duration::from_millis(if options.quick { 100 } else { 500 });
@@ -179,7 +176,8 @@ fn measure(options: &Options) -> Result<Results> {
     Ok(results)
 }
 
-/// Everybody's, in a round: each round begins with another contender, so that no place in it is always the same one's.
+/// The contenders in the order of a round's turns. Each round begins with another one, so that none always has the same
+/// place.
 fn turns(table: &Table, round: u32) -> impl Iterator<Item = &Contender> {
     let first = (round - 1) as usize % table.contenders.len();
     let (later, sooner) = table.contenders.split_at(first);

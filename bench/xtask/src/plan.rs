@@ -1,31 +1,31 @@
-//! What is measured, with what, and what is wanted of it.
+//! The tables: their contenders, jobs and targets.
 
 /// Contenders that do the same jobs in the same kind of guest.
 pub struct Table {
-    /// Names its plot too.
+    /// Also the name of its plot.
     pub name: &'static str,
     pub title: &'static str,
-    /// For `vm-images/boot`.
+    /// Arguments of `vm-images/boot`.
     pub boot: &'static [&'static str],
-    /// The first are [`Daemon::Virtiofsd`]: what the others are compared with, the better one of each row.
+    /// The first ones are [`Daemon::Virtiofsd`]. The others are compared with the best of these in each row.
     pub contenders: &'static [Contender],
     pub jobs: &'static [Job],
-    /// Size of the file that is worked on, where it is measured.
+    /// Size of the file that the jobs work on, unless the run is quick.
     file_mib: usize,
-    /// Of fio's jobs and of `meta.py`'s, where they are measured.
+    /// Duration of fio's and `meta.py`'s jobs, unless the run is quick.
     pub seconds: u32,
-    /// Idle CPUs do not halt. A wake-up is the same for all who send messages, and most of the noise; for who sends none it is
-    /// a part of what that saves.
+    /// Keep idle CPUs from halting: wake-ups cost the same for all contenders that send messages, and are most of the
+    /// noise. False for tables with contenders that send none, since the wake-ups are part of what these save.
     pub awake: bool,
 }
 
 impl Table {
-    /// Size of the file that is worked on; room for what `first-touch.py` maps in any.
+    /// Size of the file that the jobs work on: always enough for what `first-touch.py` maps.
     pub fn file_mib(&self, quick: bool) -> usize {
         if quick { self.file_mib.min(256) } else { self.file_mib }
     }
 
-    /// How many contenders the others are compared with.
+    /// How many contenders are virtiofsd.
     pub fn peers(&self) -> usize {
         self.contenders.iter().filter(|c| matches!(c.daemon, Daemon::Virtiofsd)).count()
     }
@@ -39,7 +39,7 @@ pub struct Contender {
     pub name: &'static str,
     pub daemon: Daemon,
     pub daemon_args: &'static str,
-    /// More for `vm-images/boot`.
+    /// Further arguments of `vm-images/boot`.
     pub boot: &'static [&'static str],
     pub goals: &'static [Goal],
 }
@@ -48,20 +48,21 @@ pub struct Contender {
 pub enum Daemon {
     Virtiofsd,
     Thruwayd,
-    /// None: the guest works on a file of its own, on a file system that `bench.sh` makes.
+    /// No daemon: the guest works on its own file, on a file system of this type that `bench.sh` makes.
     Native(&'static str),
 }
 
+/// A target: jobs and contenders are named, figures are medians.
 pub enum Goal {
-    /// So many times the first contender in this job.
+    /// In this job, at least this many times the best virtiofsd.
     Ratio(&'static str, f64),
-    /// So many times this contender in this job.
+    /// At least this many times that contender, in the job named second.
     Over(&'static str, &'static str, f64),
-    /// At most this median in this job.
+    /// At most this many µs, measured in the daemon.
     AtMost(&'static str, f64),
-    /// No job is slower than with virtiofsd by more than noise.
+    /// No job is slower than with virtiofsd, beyond noise.
     NotBelow,
-    /// The median of the rows is so many times virtiofsd.
+    /// The median of all rows is at least this many times virtiofsd.
     MedianRow(f64),
 }
 
@@ -72,13 +73,14 @@ pub struct Job {
 }
 
 pub enum Measure {
-    /// I/O operations a second, by fio with these arguments and so many jobs, each with a part of the file of its own.
+    /// I/O operations per second, by fio with these arguments and this many jobs. Each works on its own part of the
+    /// file.
     Fio(&'static str, u32),
-    /// The median of `first-touch.py`, in µs.
+    /// The median that `first-touch.py` reports, in µs.
     FirstTouch,
-    /// What `build.py` says, in seconds. The requests are counted.
+    /// The time that `build.py` reports, in seconds. Requests are counted too.
     Build,
-    /// Operations a second, by `meta.py` with these arguments.
+    /// Operations per second, by `meta.py` with these arguments.
     Meta(&'static str),
 }
 
@@ -97,26 +99,26 @@ impl Measure {
     }
 }
 
-/// What is measured in the daemon of a contender with a passthrough window: µs from the file's first OPEN to its answer.
+/// Measured in a daemon with a passthrough window: µs from the file's first OPEN to its reply.
 pub const FIRST_OPEN: &str = "first-open";
 
-/// What is measured in the daemon of a contender with a DAX window: µs from a SETUPMAPPING to its answer.
+/// Measured in a daemon with a DAX window: µs from a SETUPMAPPING to its reply.
 pub const SETUPMAPPING: &str = "setupmapping";
 
-/// With so many live mappings: the target's number, up to the end of what `first-touch.py` maps.
+/// SETUPMAPPING is timed with this many live mappings: from the target's 64 to the last that `first-touch.py` makes.
 pub const SETUPMAPPING_LIVE: std::ops::Range<u64> = 64..96;
 
-/// Built by guest-kernel/build.
+/// The kernel that `guest-kernel/build` builds.
 pub const GUEST_KERNEL: &str = "target/guest-kernel/bzImage";
 
-/// A kind of guest, which is built too.
+/// The kind of guest that `vm-images/setup.sh` builds from Linux's source.
 pub const UML: &str = "uml-smp";
 
 pub const TABLES: &[Table] = &[STOCK, PATCHED, BUILD, UML_JOBS, QEMU_JOBS, UML_WRITEBACK, QEMU_WRITEBACK];
 
-/// A pass through the file for the slower contenders' sequential jobs, and a short run in all.
+/// Long enough for the slower contenders to pass through the file once, and a short run in all.
 const SECONDS: u32 = 5;
-/// The tables with many rows: what they measure is many requests long.
+/// For tables with many rows: 2 s are still many requests.
 const SECONDS_OF_MANY: u32 = 2;
 
 const VIRTIOFSD: Contender =
@@ -130,7 +132,7 @@ const DAX: Contender = Contender {
     daemon: Daemon::Thruwayd,
     daemon_args: "--dax-window 512M",
     boot: &["--dax", "--mount-opts", "dax=always"],
-    // From issue 3.
+    // The targets of DAX.
     goals: &[
         Goal::Ratio("write", 12.0),
         Goal::Ratio("read", 1.6),
@@ -145,7 +147,7 @@ const STOCK: Table = Table {
     name: "qemu",
     title: "QEMU guest with one CPU",
     boot: &["--kind", "qemu"],
-    // The targets', and room for the ranges that `first-touch.py` touches.
+    // The size that the targets are for; the ranges that `first-touch.py` touches fit too.
     file_mib: 256,
     seconds: SECONDS,
     awake: false,
@@ -160,7 +162,7 @@ const STOCK: Table = Table {
     ],
 };
 
-/// From issue 4: 4k then 128k.
+/// The targets of passthrough: 4k, then 128k.
 const PASSTHROUGH_GOALS: &[Goal] = &[
     Goal::Ratio("write", 16.0),
     Goal::Ratio("read", 1.7),
@@ -184,7 +186,7 @@ const PASSTHROUGH_GOALS: &[Goal] = &[
 const PATCHED: Table = Table {
     name: "passthrough",
     title: "QEMU guest with one CPU and guest-kernel/, a file of 1 GiB",
-    // 3 GiB: the file twice, as of a RAM disk's it has a page cache, and what the guest needs.
+    // 3 GiB: the file twice (a file on a RAM disk is in the page cache too), and what the guest needs.
     boot: &["--kind", "qemu", "--mem", "3072", "--kernel", GUEST_KERNEL],
     file_mib: 1024,
     seconds: SECONDS,
@@ -205,7 +207,7 @@ const PATCHED: Table = Table {
             name: "ext4, RAM disk",
             daemon: Daemon::Native("ext4"),
             daemon_args: "",
-            // In KiB: the file and an eighth for the file system.
+            // In KiB: the file, and an eighth of its size for the file system.
             boot: &["--kernel-args", "brd.rd_size=1179648"],
             goals: &[],
         },
@@ -229,11 +231,11 @@ const BUILD: Table = Table {
     boot: &["--kind", "qemu", "--mem", "1024", "--kernel", GUEST_KERNEL],
     file_mib: 1,
     seconds: SECONDS,
-    // All but tmpfs send about as many messages here.
+    // All but tmpfs send about the same number of messages here.
     awake: true,
     contenders: &[
         VIRTIOFSD,
-        // virtiofsd counts no requests, but logs them.
+        // virtiofsd does not count requests, but it logs them.
         Contender { name: "virtiofsd, logging", daemon_args: "--log-level debug", ..VIRTIOFSD },
         THRUWAYD,
         Contender {
@@ -254,7 +256,8 @@ const WRITE_1K: Job = fio_jobs("write-1k", "write 1k, 2 jobs", "--rw=write --bs=
 const WRITE_4K: Job = fio_jobs("write-4k", "write 4k, 2 jobs", "--rw=write --bs=4k --ioengine=psync", 2);
 const WRITE_1M: Job = fio_jobs("write-1m", "write 1M, 2 jobs", "--rw=write --bs=1M --ioengine=psync", 2);
 
-/// From issue 5: what R1, R3 and R4 measured, and what is not reading and writing.
+/// Reading and writing as in the published measurements of Linux's FUSE patches (passthrough, writeback without
+/// temporary pages, io_uring); then metadata.
 const REQUEST_JOBS: &[Job] = &[
     fio("read-128k-1", "read 128k, 1 job", "--rw=read --bs=128k --ioengine=psync"),
     fio_jobs("read-128k-2", "read 128k, 2 jobs", "--rw=read --bs=128k --ioengine=psync", 2),
@@ -268,7 +271,7 @@ const REQUEST_JOBS: &[Job] = &[
     fio_jobs("direct-1m-2", "read 1M, O_DIRECT, 2 jobs", "--rw=read --bs=1M --direct=1 --ioengine=psync", 2),
     fio_jobs("direct-1m-4", "read 1M, O_DIRECT, 4 jobs", "--rw=read --bs=1M --direct=1 --ioengine=psync", 4),
     fio_jobs("direct-1m-8", "read 1M, O_DIRECT, 8 jobs", "--rw=read --bs=1M --direct=1 --ioengine=psync", 8),
-    // One pass: what was mapped stays in the guest's cache.
+    // One pass: mapped pages stay in the guest's cache, so a second pass would measure that cache.
     fio("mmap-1", "mmap read 4k, 1 job", "--rw=read --bs=4k --ioengine=mmap --time_based=0 --runtime=0"),
     fio_jobs("mmap-4", "mmap read 4k, 4 jobs", "--rw=read --bs=4k --ioengine=mmap --time_based=0 --runtime=0", 4),
     WRITE_1K,
@@ -293,7 +296,7 @@ const POOL_4: Contender = Contender { name: "virtiofsd, pool 4", daemon_args: "-
 const UML_JOBS: Table = Table {
     name: "uml",
     title: "User-Mode Linux guest with one CPU",
-    // Debian's own sleeps over the interrupt of a device that answers at once (vm-images/uml-patches).
+    // Debian's kernel misses the interrupt of a device that answers at once and goes to sleep (vm-images/uml-patches).
     boot: &["--kind", UML, "--cpus", "1"],
     file_mib: 256,
     seconds: SECONDS_OF_MANY,

@@ -34,8 +34,8 @@ const BAR: f64 = 0.74;
 /// Side of a colour's square in the legend, in pixels.
 const SQUARE: i32 = 14;
 
-/// Each contender has one colour in all plots. virtiofsd's settings are shades of grey. The other colours are distinct for
-/// colour-blind readers too (Okabe and Ito, Color Universal Design).
+/// Each contender has one colour in all plots. virtiofsd's settings are shades of grey. The other colours are distinct
+/// for colour-blind readers too (Okabe and Ito, Color Universal Design).
 const COLOURS: [(&str, RGBColor); 11] = [
     ("virtiofsd", RGBColor(140, 140, 140)),
     ("virtiofsd, pool 0", RGBColor(176, 176, 176)),
@@ -136,7 +136,7 @@ fn bar(cell: &str) -> Option<Bar> {
     Some(Bar { median: figure(median)?, lowest: figure(lowest)?, highest: figure(highest)? })
 }
 
-/// Panels side by side: four if there are many panels with few bars, else three.
+/// Panels side by side: three, or four if there are many panels with few bars.
 fn columns(figure: &Figure) -> usize {
     figure.panels.len().clamp(1, if figure.contenders.len() > 3 || figure.panels.len() <= 9 { 3 } else { 4 })
 }

@@ -1,4 +1,4 @@
-//! The tables, and `benchmarks.md` around them.
+//! Writes the tables into `benchmarks.md`.
 
 use std::fmt::Write;
 use std::fs;
@@ -13,18 +13,19 @@ use crate::plot;
 use thruway_bench::report::markdown;
 use thruway_bench::series::{Series, median, number};
 
-/// What is between these is ours, the rest of the file its readers'.
+/// The text between these two lines is generated. The rest of the file is written by hand.
 const BEGIN: &str = "<!-- make bench writes from here -->\n";
 const END: &str = "<!-- make bench writes to here -->\n";
 
-/// A row that is below by no more is not below: a few rounds are easily apart by chance, and 5 % is no user's loss.
+/// A row that is worse by at most this much is not below: a few rounds differ as much by chance, and no user notices 5
+/// %.
 const NOISE: f64 = 0.05;
 
-/// `benchmarks.md` as it was.
+/// `benchmarks.md` before the run.
 pub struct Page {
     path: PathBuf,
     before: String,
-    /// The tables that are there, each from its title on.
+    /// Its tables, each from its title on.
     sections: Vec<String>,
     after: String,
 }
@@ -37,15 +38,15 @@ impl Page {
         };
         let parts = text.split_once(BEGIN).and_then(|(before, rest)| Some((before, rest.split_once(END)?)));
         let Some((before, (ours, after))) = parts else {
-            return Err(format!("{}: lacks the lines that mark what is to be replaced", path.display()));
+            return Err(format!("{}: the lines that mark the generated part are missing", path.display()));
         };
         let sections = ours.split("\n## ").skip(1).map(|section| format!("\n## {}\n", section.trim_end())).collect();
         Ok(Self { path, before: before.into(), sections, after: after.into() })
     }
 
-    /// What was not measured stays.
+    /// Writes the document. Tables that were not measured stay.
     pub fn write(&self, results: &Results) -> Result<()> {
-        let mut text = format!("{}{BEGIN}{}", self.before, how(results));
+        let mut text = format!("{}{BEGIN}{}", self.before, how(results.quick));
         let frontends = frontend::TABLES.iter().map(|table| (table.title, frontend_section(results, table)));
         let guests = TABLES.iter().map(|table| (table.title, guest_section(results, table)));
         for (title, new) in frontends.chain(guests) {
@@ -76,52 +77,66 @@ fn facts(results: &Results) -> String {
     format!("{}; rounds: {}", facts.join("; "), results.rounds)
 }
 
-/// For the terminal.
+/// The measured tables, for the terminal.
 pub fn tables(results: &Results) -> String {
     let frontends = frontend::TABLES.iter().filter_map(|table| Some((table, results.rows.get(table.name)?)));
     let frontends = frontends.map(|(table, rows)| format!("{}\n{}", table.title, frontend::text(table, rows)));
     frontends.chain(results.tables().map(|table| format!("{}\n{}", table.title, table_text(results, table)))).collect()
 }
 
-fn how(results: &Results) -> String {
+/// The text on how it was measured.
+fn how(quick: bool) -> String {
     let mut text = String::new();
-    if results.quick {
-        text += "**From the quick form, which only shows that the harness works. Not to be quoted.**\n\n";
+    if quick {
+        text += "**From the quick form, which only shows that the harness works. Do not quote these figures.**\n\n";
     }
-    let _ = writeln!(
+    let _ = write!(
         text,
         "\
-The contenders have their turns in each round of a table: a turn boots the guest and does every job there, for 5 s, or 2 s
-in the tables with many rows, where time ends it. A figure is the median of the rounds, with the lowest and the highest. A
-ratio is taken round by round, for the machine may be slower in one than in the next, and is above 1 where the contender is
-better. *Not below* is missed where every round of a contender was worse than each of virtiofsd's, and the median by more
-than {:.0} %. Where virtiofsd has its turns with several settings, the better one of each row counts.
+## How it was measured
 
-To repeat it, as root on a machine that does nothing else: `make bench`, or `make bench ARGS='--rounds 5 --only uml,qemu'`.
+Each table compares its contenders over several rounds. In each round, each contender has one turn: a guest boots and
+does every job of the table. A job that is limited by time runs for 5 s, or for 2 s in the tables with many rows.
 
-- The share lies in the host's memory (`/dev/shm`); both daemons run with their defaults: cache mode, sandbox, no O_DIRECT.
-- fio works at depth 1 on a file of 256 MiB, or the size that is said, which is there before; of several jobs each has a part
-  of the file of its own. *create* and what follows it is `meta.py` with a directory for each process.
-- What the guest's caches have of the share is dropped before each job, the host's cache is not. What a job itself brings into the
-  guest's cache stays as it does for users; fio drops it when it begins the file anew, except what it has mapped. Programs stay
-  in the guest's cache: under QEMU's TCG a job that gets pages which had held them stalls, up to 0.6 s in a read of 1 MiB.
-- *first touch* reads a byte in each of 96 ranges of 2 MiB by mmap and takes the median of the last 32: with a DAX window a
-  SETUPMAPPING with 64 to 95 live mappings and the page fault, without one a read with its readahead. SETUPMAPPING
-  itself is measured in the daemon, until the mapping is in the guest's memory.
+- A **figure** is the median of the rounds, followed by the lowest and the highest.
+- A **ratio** is taken round by round, because the machine may be slower in one round than in the next. It is above 1
+  where the contender is better. Where virtiofsd runs with several settings, the better one of each row is the base.
+- ***Not below*** is missed if every round of the contender was worse than every round of virtiofsd, and its median is
+  worse by more than {:.0} %.
 
-- *Idle CPUs kept awake*: where a table says so, the host's CPUs did not halt when idle (`/dev/cpu_dma_latency`). To wake a
-  halted one takes a virtual machine 40 µs and more, as its own host pleases, which was most of a request and of the noise.
-  Where contenders do without messages, that is a part of what they save, and the CPUs halt as they do.
+To repeat it, run `make bench` as root on a machine that does nothing else, or
+`make bench ARGS='--rounds 5 --only uml,qemu'`.
 
-- *Without a guest*, a frontend in one process with `thruway-bench` plays it: one queue, so many operations at a time as the
-  depth says. virtiofsd has its turns with a thread pool of 0 and of 4, and the better one counts. A ratio of ops/s is above 1
-  where thruwayd is better, those of CPU time per request and of the 99th percentile are below 1. The frontend sleeps as soon
-  as it has nothing to do, so that each reply must wake a CPU, or polls for 200 µs before, as KVM does for a vCPU by default
-  (halt_poll_ns).
+**The contenders.** virtiofsd and thruwayd run with their defaults: cache mode, sandbox, no O_DIRECT. *Pool 0* and *pool
+4* are virtiofsd's `--thread-pool-size`. *DAX* and *passthrough* are thruwayd with `--dax-window` and
+`--passthrough-window`. *tmpfs* and *ext4* are the guest's own file systems, without a daemon.
 
-A guest under emulation (accelerator: tcg) bounds what is to be seen: fio itself needs 12 to 15 µs there for a 4k call, so
-that little but mmap can be above 80,000 IOPS, and the guest's part of a request weighs more than on a real CPU. Expect other
-ratios with KVM. User-Mode Linux runs the guest's code as it is, but each of its system calls and page faults costs some µs.
+**The jobs.** The share lies in the host's memory (`/dev/shm`). fio works at depth 1 on an existing file of 256 MiB,
+unless the title names another size. With several jobs, each works on its own part of the file. The rows from *create*
+to *unlink* are `meta.py`, with one directory per process. *First touch* maps a file, reads one byte in each of 96
+ranges of 2 MiB, and takes the median of the last 32 reads. With a DAX window, such a read costs a page fault and a
+SETUPMAPPING with 64 to 95 live mappings; without one, a read with its readahead. The time of SETUPMAPPING itself is
+measured in the daemon, until the mapping is in the guest's memory.
+
+**Caches.** Before each job the guest drops what it has cached of the share; the host's cache stays. What the job itself
+brings into the guest's cache stays, as it does for users, except that fio drops it (all but mapped pages) when it
+starts the file again. Programs stay in the guest's cache. Under QEMU's TCG a job that is given pages which held
+programs stalls, by up to 0.6 s in a read of 1 MiB.
+
+**Idle CPUs kept awake.** Where a table says so, the host's idle CPUs did not halt (`/dev/cpu_dma_latency`). Waking a
+halted CPU takes a virtual machine 40 µs or more, as its own host pleases. That was most of a request's time and most of
+the noise. In tables with contenders that send no messages the CPUs do halt, because the wake-ups are part of what these
+contenders save.
+
+**Without a guest.** `thruway-bench` plays the frontend, in one process with one queue. The depth is the number of
+operations under way. virtiofsd runs with a thread pool of 0 and of 4, and the better one counts. Ratios of ops/s are
+above 1 where thruwayd is better; ratios of CPU time per request and of the 99th percentile are below 1. In the first
+two tables the frontend sleeps as soon as it has nothing to do, so each reply has to wake a CPU. In the third it first
+polls for 200 µs, KVM's default for a vCPU (halt_poll_ns).
+
+**What emulation hides.** With accelerator tcg, fio itself needs 12 to 15 µs for a call of 4 KiB. Little but mmap can
+exceed 80,000 IOPS, and the guest's part of a request weighs more than on a real CPU. Expect other ratios with KVM.
+User-Mode Linux runs the guest's code at full speed, but each of its system calls and page faults costs some µs.
 ",
         NOISE * 100.0
     );
@@ -151,7 +166,7 @@ fn table_text(results: &Results, table: &Table) -> String {
     format!("{}\n{}{rest}", markdown(&figures), markdown(&ratios))
 }
 
-/// What a build costs beside one on the guest's tmpfs, and the requests that it takes.
+/// A build's time beside one on the guest's tmpfs, and the requests that it sent.
 fn build_text(results: &Results, table: &Table) -> String {
     let mut text = String::new();
     for job in table.jobs.iter().filter(|job| matches!(job.measure, Measure::Build)) {
@@ -176,7 +191,7 @@ fn build_text(results: &Results, table: &Table) -> String {
     text
 }
 
-/// The rows together, of contenders of which something is wanted of that.
+/// All rows together, for contenders with a target for their median.
 fn rows_text(results: &Results, table: &Table) -> String {
     let mut text = String::new();
     for contender in table.contenders {
@@ -199,14 +214,14 @@ fn rows_text(results: &Results, table: &Table) -> String {
     text
 }
 
-/// How contenders compare with others than the first, where something is wanted of that.
+/// Contenders compared with others than virtiofsd, where there is such a target.
 fn over_text(results: &Results, table: &Table) -> String {
     let mut rows = vec![["", "ratio", "wanted"].map(str::to_owned).to_vec()];
     for contender in table.contenders {
         for goal in contender.goals {
             let Goal::Over(other, job, wanted) = *goal else { continue };
-            let other = table.contenders.iter().find(|c| c.name == other).expect("it is in the table");
-            let job = table.jobs.iter().find(|j| j.name == job).expect("it is in the table");
+            let other = table.contenders.iter().find(|c| c.name == other).expect("the table has what its goals name");
+            let job = table.jobs.iter().find(|j| j.name == job).expect("the table has what its goals name");
             let ratio = results.series(table, contender, job).over(results.series(table, other, job));
             let met = if ratio.median() >= wanted { "met" } else { "**missed**" };
             let title = format!("{} / {}: {}", contender.name, other.name, job.title);
@@ -216,7 +231,7 @@ fn over_text(results: &Results, table: &Table) -> String {
     if rows.len() > 1 { format!("\n{}", markdown(&rows)) } else { String::new() }
 }
 
-/// What is measured in the daemon, of the contenders that have it.
+/// A figure measured in the daemon, for the contenders that have it.
 fn daemon_text(results: &Results, table: &Table, name: &'static str, title: &str) -> String {
     let mut text = String::new();
     for contender in table.contenders {
@@ -240,7 +255,7 @@ fn row(head: &str, mut cells: Vec<String>) -> Vec<String> {
     cells
 }
 
-/// The better one of what a contender is compared with in this job.
+/// The best virtiofsd in this job.
 fn base<'a>(results: &'a Results, table: &Table, job: &Job) -> &'a Series {
     let peers = table.contenders[..table.peers()].iter().map(|peer| results.series(table, peer, job));
     let better =
@@ -248,13 +263,13 @@ fn base<'a>(results: &'a Results, table: &Table, job: &Job) -> &'a Series {
     peers.reduce(better).expect("a table begins with virtiofsd")
 }
 
-/// Above 1 where the contender is better.
+/// Contender to virtiofsd, above 1 where the contender is better.
 fn ratio(results: &Results, table: &Table, contender: &Contender, job: &Job) -> Series {
     let (mine, base) = (results.series(table, contender, job), base(results, table, job));
     if job.measure.more_is_better() { mine.over(base) } else { base.over(mine) }
 }
 
-/// The ratio, and whether what was wanted is there.
+/// The ratio, and whether it meets its target.
 fn ratio_cell(results: &Results, table: &Table, contender: &Contender, job: &Job) -> String {
     let (mine, base) = (results.series(table, contender, job), base(results, table, job));
     let ratio = ratio(results, table, contender, job);
@@ -262,7 +277,7 @@ fn ratio_cell(results: &Results, table: &Table, contender: &Contender, job: &Job
     for goal in contender.goals {
         let (wanted, met) = match *goal {
             Goal::Ratio(name, wanted) if name == job.name => (format!("≥ {wanted}"), ratio.median() >= wanted),
-            // One round does not show what is noise.
+            // One round does not show the noise.
             Goal::NotBelow if results.rounds > 1 => ("not below".to_owned(), !is_below(mine, base, &ratio, job)),
             _ => continue,
         };
@@ -274,4 +289,27 @@ fn ratio_cell(results: &Results, table: &Table, contender: &Contender, job: &Job
 fn is_below(mine: &Series, base: &Series, ratio: &Series, job: &Job) -> bool {
     let apart = if job.measure.more_is_better() { mine.max() < base.min() } else { mine.min() > base.max() };
     apart && ratio.median() < 1.0 - NOISE
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_document_says_how_it_was_measured() {
+        let text = fs::read_to_string(crate::host::root().join("docs/benchmarks.md")).unwrap();
+        let (_, ours) = text.split_once(BEGIN).unwrap();
+        assert!(ours.starts_with(&how(false)));
+    }
+
+    /// A run of no table changes nothing: all sections and the text around them stay.
+    #[test]
+    fn a_run_keeps_what_it_did_not_measure() {
+        let text = fs::read_to_string(crate::host::root().join("docs/benchmarks.md")).unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("benchmarks.md");
+        fs::write(&path, &text).unwrap();
+        Page::open(path.clone()).unwrap().write(&Results::new(false, 3, Vec::new())).unwrap();
+        assert_eq!(fs::read_to_string(path).unwrap(), text);
+    }
 }
