@@ -96,8 +96,13 @@ impl<'a> Reply<'a> {
         if size > 0 {
             return self.collect(|to| f((size as usize).min(MAX_COLLECTED), to).map(drop));
         }
-        let size = f(0, &mut Vec::new())? as u32;
-        self.put(&GetxattrOut { size, padding: 0 })
+        let mut len = 0;
+        self.collect(|to| {
+            len = f(0, to)?;
+            to.clear();
+            Ok(())
+        })?;
+        self.put(&GetxattrOut { size: len as u32, padding: 0 })
     }
 
     /// READDIR and READDIRPLUS: entries up to `size` bytes. An error after the first entry ends the listing there.
