@@ -212,7 +212,7 @@ fn the_memory_of_a_known_file_is_bounded() {
         let one = |now: usize| now.saturating_sub(before + listed) / FILES;
         println!("{inode_file_handles:?}: listed {}", one(BYTES.get()));
         assert!(one(BYTES.get()) <= INODE_MEMORY);
-        // Each lookup may keep a descriptor, and the process may have only so many.
+        // Each lookup may keep a descriptor, and the process has a limit of them.
         for name in names.iter().filter(|name| name.len() > 2).take(500) {
             guest.lookup(&[name, &b"\0"[..]].concat());
         }

@@ -1,11 +1,11 @@
 //! Which large transfers leave a queue's worker. A worker copies data fastest itself, but a request that comes
 //! meanwhile waits.
 
-/// From so many bytes on a transfer leaves a crowded worker: about 50 µs of copying, several times what it costs to
-/// have another thread copy.
+/// A transfer of this many bytes or more leaves a crowded worker: about 50 µs of copying, several times what it costs
+/// to have another thread copy.
 pub const LARGE: usize = 256 << 10;
 
-/// A request that has moved so many bytes has held up the next one: about 10 µs of copying, more than a notification
+/// A request that has moved this many bytes has held up the next one: about 10 µs of copying, more than a notification
 /// costs.
 pub const HOLDS_UP: usize = 64 << 10;
 
@@ -27,7 +27,7 @@ pub struct Crowd {
 }
 
 impl Crowd {
-    /// The request that is served is a READ or WRITE of so many bytes. True if it should leave the worker.
+    /// The request that is served is a READ or WRITE of `bytes`. True if it should leave the worker.
     pub fn moves(&mut self, bytes: usize) -> bool {
         self.data = true;
         self.left > 0 && bytes >= LARGE
@@ -39,7 +39,7 @@ impl Crowd {
         self.left = self.left.saturating_sub(1);
     }
 
-    /// The worker has served the request and moved so many bytes. `others`: whether other requests wait.
+    /// The worker has served the request and moved this many bytes. `others`: whether other requests wait.
     pub fn served(&mut self, moved: usize, others: impl FnOnce() -> bool) {
         if !self.data && (self.waited || self.left > 0) {
             self.left = CROWD;

@@ -309,7 +309,7 @@ impl Busy {
     /// Gives the chain back.
     pub fn give_back(self, mem: &Memory, used: Used) {
         // The session has not changed since the chain was taken: it cannot end while the ring is busy. The lock keeps
-        // out those who disable the ring.
+        // the ring from being disabled now.
         let _late = self.0.late.lock();
         self.0.publish(&mut self.0.vring.get_mut(), mem, &mut vec![used]);
     }

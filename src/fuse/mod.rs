@@ -117,7 +117,7 @@ impl<F: FileSystem> Server<F> {
     fn init(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {
         let compat: InitInCompat = request.take()?;
         if compat.major > KERNEL_VERSION {
-            // The guest sends INIT again with the version that it is told.
+            // The guest sends INIT again, with this version.
             return reply.put(&InitOut { major: KERNEL_VERSION, minor: KERNEL_MINOR_VERSION, ..Default::default() });
         }
         if compat.major < KERNEL_VERSION || compat.minor < MIN_MINOR_VERSION {

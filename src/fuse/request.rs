@@ -85,7 +85,7 @@ impl<'a> Request<'a> {
         Ok(self.readable.range(WRITE_DATA..WRITE_DATA + len))
     }
 
-    /// Who creates a file, and the extensions at the end of the request (struct fuse_ext_header and
+    /// The creator of a file, from the header and the extensions at the end of the request (struct fuse_ext_header and
     /// fuse_secctx_header).
     pub fn creator(&mut self, umask: u32) -> Result<Creator<'a>> {
         let InHeader { uid, gid, .. } = self.header;

@@ -28,7 +28,7 @@ pub enum Wait {
 
 /// Where a request came from. It takes what its queue's worker should not do itself.
 pub trait Transport: Send {
-    /// The request is a READ or WRITE of so many bytes. True if the worker should not copy them, because other requests
+    /// The request is a READ or WRITE of `bytes`. True if the worker should not copy them, because other requests
     /// wait for it.
     fn moves(&mut self, bytes: usize) -> bool;
     /// Whether this thread may wait for the host's file system. If so, only READ and WRITE are served.
