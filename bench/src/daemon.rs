@@ -1,4 +1,4 @@
-//! Daemons under test, and what they spend.
+//! Daemons under test, and the resources that they use.
 
 use std::fs;
 use std::ops::Sub;
@@ -12,23 +12,23 @@ use crate::Result;
 
 /// How long a daemon may take to make its socket.
 const START: Duration = Duration::from_secs(10);
-/// How long it may take to end when its frontend is gone.
+/// How long it may take to end after its frontend has gone.
 const END: Duration = Duration::from_secs(5);
 
-/// A daemon that serves a directory of its own, or one that somebody else has started.
+/// A daemon that was started here with its own share, or one that was running before.
 pub struct Daemon {
     socket: PathBuf,
     child: Option<Child>,
-    /// With the socket, the log and the share.
+    /// Holds the socket, the log and the share.
     _dir: Option<TempDir>,
 }
 
 impl Daemon {
-    /// Runs a shell command in which `{socket}` stands for the socket that it is to make and `{share}` for the directory
-    /// that it is to serve, which lies in memory.
+    /// Runs a shell command. In it, `{socket}` is replaced by the path of the socket to make, and `{share}` by the
+    /// directory to serve, which lies in memory.
     ///
     /// # Errors
-    /// What is wrong, with the command's own words.
+    /// One line that says what failed, and the command's own output.
     pub fn start(command: &str) -> Result<Self> {
         for part in ["{socket}", "{share}"] {
             if !command.contains(part) {
@@ -59,7 +59,7 @@ impl Daemon {
         Ok(daemon)
     }
 
-    /// The daemon that listens at `socket`.
+    /// Uses the running daemon that listens at `socket`.
     pub fn join(socket: PathBuf) -> Self {
         Self { socket, child: None, _dir: None }
     }
@@ -79,12 +79,12 @@ impl Daemon {
             }
             std::thread::sleep(Duration::from_millis(5));
         }
-        // Between its bind(2) and its listen(2).
+        // The daemon may be between bind(2) and listen(2).
         std::thread::sleep(Duration::from_millis(50));
         Ok(())
     }
 
-    /// What it has spent so far; `None` for one that was joined.
+    /// What the daemon has used so far. `None` if it was not started here.
     pub fn usage(&self) -> Option<Usage> {
         let mut all = Usage::default();
         all.add_tree(self.child.as_ref()?.id());
@@ -104,7 +104,7 @@ impl Drop for Daemon {
     }
 }
 
-/// What a process and those below it have spent.
+/// What a process and its descendants have used.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Usage {
     pub cpu_seconds: f64,
@@ -134,10 +134,10 @@ impl Sub for Usage {
     }
 }
 
-/// utime and stime of proc_pid_stat(5), threads that have ended included.
+/// utime and stime of proc_pid_stat(5). They include threads that have ended.
 fn cpu_seconds(pid: u32) -> Option<f64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name, in parentheses, may hold anything.
+    // The name stands in parentheses and may contain anything.
     let mut fields = stat.rsplit_once(')')?.1.split_whitespace().skip(11);
     let ticks: f64 = fields.next()?.parse::<f64>().ok()? + fields.next()?.parse::<f64>().ok()?;
     Some(ticks / rustix::param::clock_ticks_per_second() as f64)

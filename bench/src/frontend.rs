@@ -1,7 +1,7 @@
-//! A vhost-user frontend with no VM behind it: plays the guest to a daemon in tests and benchmarks.
+//! A vhost-user frontend without a VM: it plays the guest in tests and benchmarks.
 //!
-//! It has guest memory, split virtqueues (VIRTIO 1.3, section 2.7) and just enough of FUSE to send a request. For hostile
-//! tests the rings can also be written by hand ([`Frontend::memory`], [`Frontend::layout`], [`Frontend::push_raw`]).
+//! It has guest memory, split virtqueues (VIRTIO 1.3, section 2.7) and just enough of FUSE to send a request. Hostile
+//! tests can write the rings by hand ([`Frontend::memory`], [`Frontend::layout`], [`Frontend::push_raw`]).
 
 mod window;
 
@@ -34,13 +34,13 @@ use thruway::device::offer_cpu;
 
 pub use window::{BASE as WINDOW_BASE, Mapped, Window};
 
-/// Where guest memory starts: not at 0, so that there is an address below it that a test can abuse.
+/// Start of guest memory. It is not 0, so that a test can use addresses below it.
 pub const MEMORY_BASE: u64 = 1 << 20;
 
-/// Alignment of rings, large buffers and allocations in bytes: that of O_DIRECT.
+/// Alignment of rings, large buffers and allocations, in bytes: enough for O_DIRECT.
 const PAGE: u64 = 4096;
 
-/// Longest that [`Frontend::request`] waits for a reply.
+/// Longest time that [`Frontend::request`] waits for a reply.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Sizes of fuse_in_header and fuse_out_header in bytes, and the operation that opens a session
@@ -52,7 +52,7 @@ const FUSE_INIT: u32 = 26;
 /// How to set up the device.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// All queues, the high priority one (number 0) included.
+    /// Number of queues, including the high priority queue (number 0).
     pub queues: usize,
     /// Descriptors per queue, a power of two.
     pub queue_size: u16,
@@ -61,7 +61,7 @@ pub struct Options {
     pub event_idx: bool,
     /// Put the descriptors of each request into an indirect table.
     pub indirect: bool,
-    /// How long to poll for a notification before sleeping.
+    /// How long to poll for a notification before sleeping for it.
     pub halt_poll: Duration,
 }
 
@@ -72,32 +72,32 @@ impl Default for Options {
     }
 }
 
-/// Names a request that was submitted.
+/// Identifies a submitted request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Token(u64);
 
-/// A request that the device gave back.
+/// A request that the device has returned.
 #[derive(Debug)]
 pub struct Completion {
     pub token: Token,
-    /// Bytes written, as the device says.
+    /// Number of bytes written, according to the device.
     pub len: u32,
-    /// The first `len` bytes of the writable buffers, cut to what there is.
+    /// The first `len` bytes of the writable buffers, or all of them if `len` is too large.
     pub data: Vec<u8>,
 }
 
-/// Where a queue is, in guest addresses.
+/// Guest addresses of a queue's parts.
 #[derive(Clone, Copy, Debug)]
 pub struct Layout {
     pub size: u16,
     pub descriptors: u64,
     pub available: u64,
     pub used: u64,
-    /// Where the queue's buffers are allocated from, and its end.
+    /// Start and end of the memory that the queue's buffers are allocated from.
     heap: (u64, u64),
 }
 
-/// A connection to a daemon. Queues may be used by different threads, one queue by one thread at a time.
+/// A connection to a daemon. Different threads may use different queues, but not the same queue at once.
 pub struct Frontend {
     vhost: Connection,
     mem: GuestMemoryMmap,
@@ -138,7 +138,7 @@ impl Frontend {
         self.set_memory()
     }
 
-    /// Acknowledges the features that the options ask for and `more`.
+    /// Acknowledges the features that the options need, and `more`.
     pub fn set_features(&self, more: u64) -> io::Result<()> {
         let mut features = 1 << VIRTIO_F_VERSION_1 | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() | more;
         features |= u64::from(self.options.event_idx) << VIRTIO_RING_F_EVENT_IDX;
@@ -169,12 +169,12 @@ impl Frontend {
         self.vhost.set_vring_enable(queue, true).map_err(io::Error::other)
     }
 
-    /// Sends the call event of a queue: with [`Frontend::prepare_queue`] what a queue needs before it is enabled.
+    /// Sends the call event of a queue. A queue needs it, and [`Frontend::prepare_queue`], before it is enabled.
     pub fn set_call(&self, queue: usize) -> io::Result<()> {
         self.vhost.set_vring_call(queue, &self.queues[queue].call).map_err(io::Error::other)
     }
 
-    /// Sends what makes a queue, its kick event included.
+    /// Sends the size, addresses, base and kick event of a queue.
     pub fn prepare_queue(&self, queue: usize, base: u16) -> io::Result<()> {
         let (q, vhost) = (&self.queues[queue], &self.vhost);
         let va = |addr| self.mem.get_host_address(GuestAddress(addr)).map(|p| p as u64).map_err(io::Error::other);
@@ -197,7 +197,7 @@ impl Frontend {
         self.vhost.get_vring_base(queue).map(|base| base as u16).map_err(io::Error::other)
     }
 
-    /// Empties a stopped queue, as a guest does that boots.
+    /// Empties a stopped queue, as a booting guest does.
     pub fn clear_queue(&self, queue: usize) -> io::Result<()> {
         let q = &self.queues[queue];
         let len = q.layout.heap.0 - q.layout.descriptors;
@@ -222,17 +222,17 @@ impl Frontend {
         Ok(data)
     }
 
-    /// The connection, for messages that have no method here.
+    /// The vhost-user connection, for messages without a method here.
     pub fn vhost(&mut self) -> &mut Connection {
         &mut self.vhost
     }
 
-    /// Guest memory: two adjacent regions of equal size from [`MEMORY_BASE`] on.
+    /// Guest memory: two adjacent regions of equal size, from [`MEMORY_BASE`] on.
     pub fn memory(&self) -> &GuestMemoryMmap {
         &self.mem
     }
 
-    /// The address at which one memory region ends and the other one starts.
+    /// The address where the first memory region ends and the second one starts.
     pub fn seam(&self) -> u64 {
         MEMORY_BASE + self.options.mem_size as u64 / 2
     }
@@ -241,8 +241,8 @@ impl Frontend {
         self.queues[queue].layout
     }
 
-    /// Makes a request available and notifies the device if it wants that. Empty buffers are left out. Fails with ENOMEM if the queue has not
-    /// enough memory or descriptors left.
+    /// Makes a request available, and notifies the device if it wants notifications. Leaves out empty buffers. Fails
+    /// with ENOMEM if the queue is out of memory or descriptors.
     pub fn submit(&self, queue: usize, readable: &[&[u8]], writable_lens: &[usize]) -> io::Result<Token> {
         let q = &self.queues[queue];
         let mut driver = q.driver.lock();
@@ -251,7 +251,7 @@ impl Frontend {
         Ok(token)
     }
 
-    /// The next request that the device gives back. Fails with ETIMEDOUT.
+    /// Waits for the next request that the device returns. Fails with ETIMEDOUT.
     pub fn wait(&self, queue: usize, timeout: Duration) -> io::Result<Completion> {
         let q = &self.queues[queue];
         let mut driver = q.driver.lock();
@@ -262,7 +262,7 @@ impl Frontend {
         driver.finish(&self.mem, used)
     }
 
-    /// Waits until the device gives back this request; others that come first are kept for [`Frontend::wait`].
+    /// Waits until the device returns this request. Keeps others that come first for [`Frontend::wait`].
     pub fn wait_for(&self, queue: usize, token: Token, timeout: Duration) -> io::Result<Completion> {
         let q = &self.queues[queue];
         let mut driver = q.driver.lock();
@@ -280,9 +280,8 @@ impl Frontend {
         }
     }
 
-    /// Sends a FUSE request and waits for the reply. Returns what follows the reply's header, or the errno.
-    /// `extra` goes into a buffer of its own, `out_size` is the room for the reply's body in bytes. EPROTO stands for a
-    /// reply that is none.
+    /// Sends a FUSE request and waits for the reply. Returns the reply's body, or its errno; EPROTO if it is malformed.
+    /// `extra` goes into a separate buffer. `out_size` is the room for the reply's body, in bytes.
     pub fn request(
         &self,
         queue: usize,
@@ -301,7 +300,7 @@ impl Frontend {
         Ok(done.data.split_off(OUT_HEADER_LEN))
     }
 
-    /// A fuse_in_header with a number of its own, for a request with `len` bytes after the header.
+    /// Makes a fuse_in_header with a new unique number, for a request with `len` bytes after the header.
     pub fn header(&self, opcode: u32, nodeid: u64, len: usize) -> (u64, [u8; IN_HEADER_LEN]) {
         let unique = self.unique.fetch_add(2, Ordering::Relaxed);
         let mut head = [0; IN_HEADER_LEN];
@@ -312,7 +311,7 @@ impl Frontend {
         (unique, head)
     }
 
-    /// Opens a FUSE session (version 7.45) that offers the INIT flags in `flags`; returns fuse_init_out.
+    /// Opens a FUSE session (version 7.45) that offers the INIT flags in `flags`. Returns fuse_init_out.
     pub fn fuse_init(&self, flags: u64) -> Result<Vec<u8>, i32> {
         // fuse_init_in: major, minor, max_readahead, flags, flags2, 11 unused words.
         let mut words = [0u32; 16];
@@ -321,12 +320,12 @@ impl Frontend {
         self.request(1, FUSE_INIT, 0, &body, &[], 64)
     }
 
-    /// Takes `len` bytes of the queue's memory for good and returns their guest address.
+    /// Allocates `len` bytes of the queue's memory and returns their guest address. They are never freed.
     pub fn alloc(&self, queue: usize, len: usize) -> io::Result<u64> {
         self.queues[queue].driver.lock().heap.alloc(len as u64).ok_or_else(no_memory)
     }
 
-    /// Takes `n` descriptors of the queue for good.
+    /// Allocates `n` descriptors of the queue. They are never freed.
     pub fn take_descriptors(&self, queue: usize, n: usize) -> io::Result<Vec<u16>> {
         self.queues[queue].driver.lock().take_descriptors(n)
     }
@@ -337,13 +336,13 @@ impl Frontend {
         self.mem.write_obj(descriptor, GuestAddress(addr)).map_err(io::Error::other)
     }
 
-    /// Makes the chain at `head` available, whatever it is, and notifies the device.
+    /// Makes the chain at `head` available without a check, and notifies the device.
     pub fn push_raw(&self, queue: usize, head: u16) -> io::Result<()> {
         self.offer(queue, &[head])?;
         self.queues[queue].kick.write(1)
     }
 
-    /// Makes chains available all at once, whatever they are, and notifies the device if it wants that.
+    /// Makes several chains available at once without a check, and notifies the device if it wants notifications.
     pub fn offer(&self, queue: usize, heads: &[u16]) -> io::Result<()> {
         let q = &self.queues[queue];
         let mut driver = q.driver.lock();
@@ -351,18 +350,18 @@ impl Frontend {
         self.publish(q, &mut driver)
     }
 
-    /// The next entry of the used ring as it stands, if there is one.
+    /// The next entry of the used ring, (head, length), if there is one. It is not checked.
     pub fn poll_raw(&self, queue: usize) -> io::Result<Option<(u32, u32)>> {
         self.queues[queue].driver.lock().poll(&self.mem)
     }
 
-    /// The next entry of the used ring, (head, length), as it stands. Fails with ETIMEDOUT.
+    /// Waits for the next entry of the used ring, (head, length). It is not checked. Fails with ETIMEDOUT.
     pub fn wait_raw(&self, queue: usize, timeout: Duration) -> io::Result<(u32, u32)> {
         let q = &self.queues[queue];
         self.next_used(q, &mut q.driver.lock(), timeout)
     }
 
-    /// How often the device has notified of the queue since [`Frontend::wait`] or this last saw a notification.
+    /// Number of notifications for the queue since [`Frontend::wait`] or this method last saw one.
     pub fn interrupts(&self, queue: usize) -> u64 {
         self.queues[queue].call.read().unwrap_or(0)
     }
@@ -412,7 +411,7 @@ fn guest_memory(size: usize) -> io::Result<GuestMemoryMmap> {
     GuestMemoryMmap::from_ranges_with_files([part(0)?, part(1)?]).map_err(io::Error::other)
 }
 
-/// The errno of a reply that is one to `unique`; `Ok` if that is 0.
+/// Checks a reply to the request `unique`. Fails with its errno, or with EPROTO if it is malformed.
 fn parse_reply(done: &Completion, unique: u64) -> Result<(), i32> {
     let Some(head) = done.data.first_chunk::<OUT_HEADER_LEN>() else { return Err(libc::EPROTO) };
     let word = |at: usize| u32::from_le_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
@@ -446,8 +445,9 @@ impl Queue {
         Ok(Self { layout, kick, call, epoll, driver: Mutex::new(Driver::new(&layout)) })
     }
 
-    /// Looks for a notification as KVM does when a vCPU has halted (kvm_vcpu_halt() in virt/kvm/kvm_main.c): for `time`, or until
-    /// another thread wants the CPU, which `offer` tells. True if there was one.
+    /// Polls for a notification as KVM does when a vCPU has halted (kvm_vcpu_halt() in virt/kvm/kvm_main.c): for
+    /// `time`, or until `offer`, which yields the CPU, returns true: another thread wants it. Returns true if there was
+    /// a notification.
     fn poll(&self, time: Duration, offer: impl Fn() -> bool) -> bool {
         let start = Instant::now();
         while start.elapsed() < time {
@@ -495,12 +495,12 @@ fn page_up(n: u64) -> u64 {
 struct Driver {
     layout: Layout,
     heap: Heap,
-    /// Descriptors that are in no chain.
+    /// Descriptors that are not in a chain.
     free: Vec<u16>,
-    /// By head.
+    /// Requests in flight, by the head of their chain.
     pending: Vec<Option<Pending>>,
     done: VecDeque<Completion>,
-    /// Entries made available, and those of them that the device was told of.
+    /// Entries added to the available ring, and entries of it that were published.
     added: u16,
     published: u16,
     /// Entries of the used ring that were read.
@@ -574,7 +574,7 @@ impl Driver {
         Ok(self.free.split_off(at))
     }
 
-    /// Adds an entry to the available ring; the device sees it after [`Driver::publish`].
+    /// Adds an entry to the available ring. The device sees it after [`Driver::publish`].
     fn push(&mut self, mem: &GuestMemoryMmap, head: u16) -> io::Result<()> {
         let slot = u64::from(self.added % self.layout.size);
         write_at(mem, self.layout.available + 4 + 2 * slot, head)?;
@@ -582,7 +582,7 @@ impl Driver {
         Ok(())
     }
 
-    /// Returns the available index that the device knew before.
+    /// Publishes the added entries. Returns the available index before.
     fn publish(&mut self, mem: &GuestMemoryMmap) -> io::Result<u16> {
         let addr = GuestAddress(self.layout.available + 2);
         mem.store(self.added, addr, Ordering::Release).map_err(io::Error::other)?;
@@ -599,7 +599,7 @@ impl Driver {
         Ok(new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old))
     }
 
-    /// Asks for an interrupt at the next used entry.
+    /// Asks for an interrupt with the next used entry.
     fn want_interrupt(&self, mem: &GuestMemoryMmap) -> io::Result<()> {
         let addr = self.layout.available + 4 + 2 * u64::from(self.layout.size);
         mem.store(self.seen, GuestAddress(addr), Ordering::Relaxed).map_err(io::Error::other)?;
@@ -619,7 +619,7 @@ impl Driver {
     }
 
     fn finish(&mut self, mem: &GuestMemoryMmap, (head, len): (u32, u32)) -> io::Result<Completion> {
-        let unknown = || io::Error::other(format!("the device gave back chain {head}, which it did not have"));
+        let unknown = || io::Error::other(format!("the device returned chain {head}, which it did not have"));
         let pending = self.pending.get_mut(head as usize).and_then(Option::take).ok_or_else(unknown)?;
         let mut data = Vec::new();
         for (addr, room) in &pending.writable {
@@ -633,8 +633,8 @@ impl Driver {
     }
 }
 
-/// Places an indirect table and buffers in a block: offsets of the buffers, size of the block. Large buffers are
-/// page aligned.
+/// Lays out an indirect table and its buffers. Returns the buffers' offsets and the size of the whole. Large buffers
+/// are page aligned.
 fn place(lens: impl Iterator<Item = usize> + Clone) -> (Vec<u64>, u64) {
     let mut end = 16 * lens.clone().count() as u64;
     let offsets = lens.map(|len| {
@@ -649,7 +649,7 @@ fn place(lens: impl Iterator<Item = usize> + Clone) -> (Vec<u64>, u64) {
 
 type Buffer = ((u64, usize), u32);
 
-/// Links the buffers into a chain in the descriptors `indices` of the table at `table`.
+/// Writes a chain of the buffers into the descriptors `indices` of the table at `table`.
 fn write_chain(mem: &GuestMemoryMmap, table: u64, indices: &[u16], buffers: &[Buffer]) -> io::Result<()> {
     for (i, ((addr, len), flags)) in buffers.iter().enumerate() {
         let next = indices.get(i + 1).copied();
@@ -716,9 +716,10 @@ mod tests {
     fn a_halted_cpu_polls_before_it_sleeps() {
         let queue = Queue::new(&Options::default(), 1).unwrap();
         let notify = || queue.call.write(1).unwrap();
-        // Longer than any test runs: what ends it is never the time.
+        // Longer than any test, so that the time never ends the polling.
         let long = Duration::from_secs(3600);
-        // It is seen while nobody wants the CPU, and left to sleep() where someone does or there is no time.
+        // Polling sees the notification while no other thread wants the CPU. Otherwise, or without time, sleep() gets
+        // it.
         let offers = std::cell::Cell::new(0);
         let not_taken = || {
             offers.set(offers.get() + 1);

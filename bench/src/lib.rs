@@ -1,4 +1,4 @@
-//! A vhost-user frontend that plays the guest without a VM, and what `thruway-bench` measures of daemons with it.
+//! A vhost-user frontend that plays the guest without a VM, and the measurements that `thruway-bench` makes with it.
 
 pub mod daemon;
 pub mod frontend;
@@ -19,11 +19,11 @@ use workload::{Lane, Progress, Share};
 
 pub use workload::{NAMES, is_workload};
 
-/// The error is the one line for the user.
+/// The error is one line for the user.
 pub type Result<T> = std::result::Result<T, String>;
 
-/// FUSE_INIT flags of Linux 7.2 on virtio-fs without DAX (fs/fuse/inode.c, fuse_new_init): of the first word all up to
-/// INIT_EXT but FILE_OPS and MAP_ALIGNMENT; of the second SECURITY_CTX, CREATE_SUPP_GROUP, HAS_EXPIRE_ONLY,
+/// FUSE_INIT flags of Linux 7.2 on virtio-fs without DAX (fs/fuse/inode.c, fuse_new_init). In the first word: all up to
+/// INIT_EXT, except FILE_OPS and MAP_ALIGNMENT. In the second: SECURITY_CTX, CREATE_SUPP_GROUP, HAS_EXPIRE_ONLY,
 /// DIRECT_IO_ALLOW_MMAP, PASSTHROUGH, NO_EXPORT_SUPPORT, HAS_RESEND, ALLOW_IDMAP and REQUEST_TIMEOUT.
 const LINUX_FLAGS: u64 = 0x7fff_ffff & !(1 << 2 | 1 << 26)
     | 1 << 32
@@ -36,37 +36,37 @@ const LINUX_FLAGS: u64 = 0x7fff_ffff & !(1 << 2 | 1 << 26)
     | 1 << 40
     | 1 << 42;
 
-/// Descriptors per queue: QEMU's largest, with which a request carries 1 MiB in pages.
+/// Descriptors per queue: QEMU's maximum, with which a request carries 1 MiB in pages.
 const QUEUE_SIZE: u16 = 1024;
 
-/// Memory of a queue besides its slots, in bytes: the rings, and requests of 1 MiB that prepare a workload.
+/// Memory of a queue besides its slots, in bytes: for the rings, and for requests of 1 MiB that prepare a workload.
 const SLACK: usize = 8 << 20;
 
 /// How to measure.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
-    /// Request queues, each driven by a thread.
+    /// Request queues, each with its own thread.
     pub queues: usize,
-    /// Operations under way at a time on each queue.
+    /// Operations in flight on each queue.
     pub depth: usize,
     pub warm_up: Duration,
     pub time: Duration,
 }
 
-/// What was measured of a workload.
+/// The figures of one workload.
 pub struct Measured {
     pub seconds: f64,
-    /// Operations; entries, where the workload lists.
+    /// Operations, or entries if the workload lists directories.
     pub ops: u64,
     pub requests: u64,
     pub bytes: u64,
-    /// Of an operation, in ns.
+    /// Time of an operation, in ns.
     pub latency: Histogram<u64>,
-    /// The daemon's; `None` where its process is not known.
+    /// The daemon's CPU time and context switches. `None` if its process is not known.
     pub usage: Option<Usage>,
 }
 
-/// A daemon that serves a share, and the guest that it serves.
+/// A daemon with its share, and the guest that it serves.
 pub struct Session {
     frontend: Frontend,
     share: Share,
@@ -76,11 +76,11 @@ pub struct Session {
 }
 
 impl Session {
-    /// Connects to a daemon, opens a FUSE session as Linux does, and prepares for up to `depth` operations at a time. The guest's
-    /// CPUs poll for `halt_poll` before they sleep.
+    /// Connects to a daemon, opens a FUSE session as Linux does, and prepares for up to `depth` operations in flight.
+    /// The guest's CPUs poll for `halt_poll` before they sleep.
     ///
     /// # Errors
-    /// What is wrong, in one line.
+    /// One line that says what failed.
     pub fn open(daemon: Daemon, queues: usize, depth: usize, halt_poll: Duration) -> Result<Self> {
         let share = (depth * slots::SLOT_SIZE + SLACK).next_multiple_of(2 << 20);
         let options = Options {
@@ -106,7 +106,7 @@ impl Session {
     /// Measures the workload of this name, one of [`NAMES`] or an I/O pattern.
     ///
     /// # Errors
-    /// A request that failed, or a daemon that is gone.
+    /// A request failed, or the daemon has ended.
     pub fn measure(&mut self, name: &str, plan: &Plan) -> Result<Measured> {
         let (frontend, forgets) = (&self.frontend, &self.forgets);
         let mut lanes = workload::lanes(name, frontend, forgets, &mut self.share, plan.queues * plan.depth)?;
@@ -125,7 +125,7 @@ impl Session {
             let (before, start) = (self.daemon.usage(), Instant::now());
             let _ = phase.compare_exchange(WARM_UP, MEASURE, Ordering::Relaxed, Ordering::Relaxed);
             wait(&phase, plan.time);
-            // On a busy machine the first operation may take longer than the time for all of them.
+            // Count at least one operation: on a busy machine the first may take longer than the whole measurement.
             while !counted.load(Ordering::Relaxed) && phase.load(Ordering::Relaxed) != OVER {
                 std::thread::sleep(Duration::from_millis(1));
             }
@@ -141,18 +141,18 @@ impl Session {
         })
     }
 
-    /// Removes what was made in the share.
+    /// Removes the files that were made in the share.
     pub fn close(mut self) -> Result<()> {
         self.share.remove(&self.frontend)
     }
 }
 
-/// What the workers do: nothing is counted, all is, or they come to an end.
+/// The phases of a run: operations are not counted, are counted, or no more are started.
 const WARM_UP: u8 = 0;
 const MEASURE: u8 = 1;
 const OVER: u8 = 2;
 
-/// Returns sooner if a worker has failed.
+/// Sleeps for `time`, or until a worker has failed.
 fn wait(phase: &AtomicU8, time: Duration) {
     let end = Instant::now() + time;
     while phase.load(Ordering::Relaxed) != OVER {
@@ -173,7 +173,7 @@ struct Tally {
 
 impl Tally {
     fn new() -> Self {
-        // Up to a minute, to three digits.
+        // Times up to a minute, with three digits.
         let latency =
             Histogram::new_with_bounds(1, 60_000_000_000, 3).unwrap_or_else(|_| unreachable!("the bounds are good"));
         Self { ops: 0, requests: 0, bytes: 0, latency }
@@ -187,7 +187,7 @@ impl Tally {
     }
 }
 
-/// Keeps each lane's operations going on one queue until the run is over and the last ones are done.
+/// Runs the lanes' operations on one queue until the run is over and the last ones are complete.
 fn drive(
     frontend: &Frontend,
     slots: &mut Slots,

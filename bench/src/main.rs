@@ -13,8 +13,9 @@ use thruway_bench::{NAMES, Plan, Result, Session, is_workload};
 
 /// Measures virtio-fs daemons without a VM
 ///
-/// A COMMAND starts a daemon: in it, {socket} stands for the socket that it is to make and {share} for the directory that it is
-/// to serve, which lies in memory. For example 'thruwayd --socket-path {socket} --shared-dir {share} --sandbox none'.
+/// A COMMAND starts a daemon. In it, {socket} is replaced by the path of the socket to make, and {share} by the
+/// directory to serve, which lies in memory. Example: 'thruwayd --socket-path {socket} --shared-dir {share} --sandbox
+/// none'
 #[derive(Parser)]
 #[command(name = "thruway-bench", version)]
 struct Options {
@@ -22,28 +23,29 @@ struct Options {
     #[arg(value_name = "COMMAND", required_unless_present_any = ["socket", "compare"])]
     command: Option<String>,
 
-    /// Measure a daemon that is there already; it must serve one frontend after the other or be started anew
+    /// Measure a daemon that is already running; it must serve several frontends in turn, or be restarted
     #[arg(long, value_name = "PATH", conflicts_with = "command")]
     socket: Option<PathBuf>,
 
-    /// Start two daemons, measure them by turns, and tell the ratios
+    /// Start two daemons, measure them in turns and print the ratios
     #[arg(long, num_args = 2, value_names = ["COMMAND", "COMMAND"], conflicts_with_all = ["command", "socket"])]
     compare: Option<Vec<String>>,
 
-    /// What to ask for, or an I/O pattern: read, write, randread or randwrite with a size up to 1m, such as randread-4k
+    /// Workload: a name, or an I/O pattern (read, write, randread or randwrite with a size up to 1m, such as
+    /// randread-4k)
     #[arg(long, value_name = "NAME", value_delimiter = ',', value_parser = parse_workload,
           default_values_t = NAMES[..NAMES.len() - 1].iter().map(|name| (*name).to_owned()))]
     workload: Vec<String>,
 
-    /// Request queues, each driven by a thread
+    /// Request queues, each with its own thread
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=63))]
     queues: u8,
 
-    /// Operations under way at a time on each queue
+    /// Operations in flight on each queue
     #[arg(long, value_delimiter = ',', default_values_t = [1], value_parser = clap::value_parser!(u8).range(1..=128))]
     depth: Vec<u8>,
 
-    /// How long the guest's CPUs poll before they sleep, in µs: 200 where KVM runs with its defaults (halt_poll_ns)
+    /// How long the guest's CPUs poll before they sleep, in µs; KVM's default is 200 (halt_poll_ns)
     #[arg(long, value_name = "MAX", default_value_t = 0)]
     halt_poll_us: u32,
 
@@ -51,15 +53,15 @@ struct Options {
     #[arg(long, default_value_t = 2.0, value_parser = parse_seconds)]
     seconds: f64,
 
-    /// How long to run before that
+    /// How long to run each workload before it is measured
     #[arg(long, value_name = "SECONDS", default_value_t = 0.3, value_parser = parse_seconds)]
     warm_up: f64,
 
-    /// How often; with --compare the daemons take turns
+    /// How many times to measure; with --compare the daemons take turns
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
 
-    /// Tell all figures as JSON
+    /// Print all figures as JSON
     #[arg(long)]
     json: bool,
 }
@@ -67,7 +69,7 @@ struct Options {
 fn parse_workload(name: &str) -> Result<String> {
     match is_workload(name) {
         true => Ok(name.into()),
-        false => Err(format!("there are {} and patterns such as randread-4k", NAMES.join(", "))),
+        false => Err(format!("known workloads: {}, and patterns such as randread-4k", NAMES.join(", "))),
     }
 }
 
@@ -128,7 +130,7 @@ fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// The daemons, and how they are called.
+/// The daemons and their names in the report.
 fn daemons(options: &Options) -> Result<(Vec<Daemon>, Vec<String>)> {
     if let Some(socket) = &options.socket {
         return Ok((vec![Daemon::join(socket.clone())], vec![socket.display().to_string()]));

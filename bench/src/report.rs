@@ -1,4 +1,4 @@
-//! Tables and JSON.
+//! Writes tables and JSON.
 
 use std::fmt::Write;
 
@@ -12,13 +12,13 @@ use super::series::{Series, number};
 pub struct Figures {
     pub ops: Series,
     pub megabytes: Series,
-    /// Of an operation, in µs.
+    /// Time of an operation, in µs.
     pub p50: Series,
     pub p99: Series,
     pub p999: Series,
-    /// The daemon's, in seconds per million requests.
+    /// CPU time of the daemon, in seconds per million requests.
     pub cpu: Series,
-    /// The daemon's, per request.
+    /// Context switches of the daemon, per request.
     pub switches: Series,
 }
 
@@ -49,7 +49,7 @@ impl Figures {
     }
 }
 
-/// A workload at a depth, through each of the daemons.
+/// A workload at one depth, with each daemon.
 pub struct Row {
     pub workload: String,
     pub depth: usize,
@@ -62,7 +62,7 @@ impl Row {
     }
 }
 
-/// What one daemon does.
+/// The table of one daemon.
 pub fn table(rows: &[Row]) -> String {
     let head = ["", "ops/s", "MB/s", "p50 µs", "p99 µs", "p99.9 µs", "CPU s/M requests", "switches/request"];
     let mut lines = vec![head.map(str::to_owned).to_vec()];
@@ -74,7 +74,7 @@ pub fn table(rows: &[Row]) -> String {
     markdown(&lines)
 }
 
-/// Two daemons beside each other: a ratio of rates is above 1, one of costs below 1, where the first is better.
+/// The table of two daemons. Where the first one is better, ratios of rates are above 1 and ratios of costs below 1.
 pub fn comparison(rows: &[Row]) -> String {
     let head = ["", "A: ops/s", "B: ops/s", "ops/s, A/B", "CPU/request, A/B", "p99, A/B", "switches/request, A/B"];
     let mut lines = vec![head.map(str::to_owned).to_vec()];
@@ -97,7 +97,7 @@ pub fn json(commands: &[String], rows: &[Row]) -> Value {
     json!({ "daemons": commands, "rows": rows.iter().map(row).collect::<Vec<_>>() })
 }
 
-/// A Markdown table. Its columns are of one width, for those who read it as text.
+/// A Markdown table. Its cells are padded, so that it is readable as text too.
 pub fn markdown(rows: &[Vec<String>]) -> String {
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
     let mut text = String::new();

@@ -1,4 +1,4 @@
-//! One figure over the rounds.
+//! One figure, measured in several rounds.
 
 use std::fmt;
 
@@ -27,7 +27,7 @@ impl Series {
         self.0.iter().copied().fold(0.0, f64::max)
     }
 
-    /// Round by round, since the machine may be slower in one than in the next.
+    /// The ratio, round by round: the machine may be slower in one round than in the next.
     pub fn over(&self, other: &Self) -> Self {
         Self(self.0.iter().zip(&other.0).map(|(a, b)| a / b).collect())
     }
@@ -44,7 +44,7 @@ impl fmt::Display for Series {
     }
 }
 
-/// NaN of none.
+/// The median. NaN if there are no values.
 pub fn median(values: &[f64]) -> f64 {
     if values.is_empty() {
         return f64::NAN;
@@ -55,7 +55,7 @@ pub fn median(values: &[f64]) -> f64 {
     if sorted.len() % 2 == 1 { sorted[middle] } else { (sorted[middle - 1] + sorted[middle]) / 2.0 }
 }
 
-/// Three digits where there is a fraction, and thousands apart.
+/// Formats a figure: three digits if it has a fraction, otherwise with separators between thousands.
 pub fn number(value: f64) -> String {
     match value {
         0.0 => "0".to_owned(),

@@ -1,4 +1,5 @@
-//! Requests in guest memory, laid out once: the frontend's own cost per request must be small beside the daemon's.
+//! Requests in guest memory. They are laid out once, so that the frontend's cost per request is small beside the
+//! daemon's.
 
 use std::io;
 use std::time::Duration;
@@ -15,24 +16,25 @@ use thruway::fuse::abi::*;
 
 const PAGE: usize = 4096;
 
-/// Largest I/O in bytes.
+/// Size of the largest I/O, in bytes.
 pub const MAX_DATA: usize = 1 << 20;
 
-/// Descriptors of a chain: header and arguments, the reply's header and body, and a page each for data.
+/// Size of a chain's descriptors: one for header and arguments, one for the reply's header and body, one per page of
+/// data.
 const TABLE_SIZE: usize = (16 * (2 + MAX_DATA / PAGE)).next_multiple_of(PAGE);
 
-/// Guest memory of a slot: table, request, reply, data.
+/// Guest memory of a slot, in bytes: table, request, reply, data.
 pub const SLOT_SIZE: usize = TABLE_SIZE + 2 * PAGE + MAX_DATA;
 
-/// Nodeids that are forgotten at once: each is a message, but few of them cost a notification.
+/// Nodeids forgotten per batch. Each needs a message, but a batch needs one notification.
 pub const FORGETS: usize = 16;
 
-/// Longest wait for a reply: none takes as long unless the daemon hangs.
+/// Longest wait for a reply. Only a daemon that hangs takes longer.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
 const HEADER: usize = size_of::<OutHeader>();
 
-/// A request, as a lane says it.
+/// A request that a lane wants to send.
 #[derive(Default)]
 pub struct Ask {
     opcode: u32,
@@ -41,7 +43,7 @@ pub struct Ask {
     shape: Shape,
 }
 
-/// Lengths of a chain's parts in bytes: header and arguments, data to write, the reply's structures, data to read.
+/// Lengths of a chain's parts, in bytes: header and arguments, data to write, the reply's structures, data to read.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 struct Shape {
     args: usize,
@@ -51,7 +53,7 @@ struct Shape {
 }
 
 impl Ask {
-    /// Asks for something whose reply's structures have `reply` bytes.
+    /// Sets the request. The structures in its reply take `reply` bytes.
     pub fn set(&mut self, opcode: Opcode, nodeid: u64, args: &[&[u8]], reply: usize) {
         self.opcode = opcode as u32;
         self.nodeid = nodeid;
@@ -61,34 +63,34 @@ impl Ask {
             Shape { args: size_of::<InHeader>() + self.args.len(), from_guest: 0, reply: HEADER + reply, to_guest: 0 };
     }
 
-    /// Sends `len` bytes of data along.
+    /// Adds `len` bytes of data to write.
     pub fn write(&mut self, len: usize) {
         self.shape.from_guest = len;
     }
 
-    /// Has room for `len` bytes of data.
+    /// Adds room for `len` bytes of data to read.
     pub fn read(&mut self, len: usize) {
         self.shape.to_guest = len;
     }
 }
 
-/// A reply that is no error.
+/// A reply without an error.
 pub struct Reply<'a> {
     frontend: &'a Frontend,
     slot: &'a Slot,
-    /// Of the whole reply.
+    /// Length of the whole reply, in bytes.
     len: usize,
 }
 
 impl Reply<'_> {
-    /// The structure at the reply's start.
+    /// The structure after the reply's header.
     pub fn body<T: FromBytes + IntoBytes>(&self) -> Result<T, String> {
         let mut value = T::new_zeroed();
         self.read(self.slot.reply + HEADER as u64, value.as_mut_bytes())?;
         Ok(value)
     }
 
-    /// Length of the data in bytes.
+    /// Length of the data, in bytes.
     pub fn data_len(&self) -> usize {
         self.len.saturating_sub(self.slot.shape.reply)
     }
@@ -118,7 +120,7 @@ struct Slot {
 pub struct Slots {
     queue: usize,
     slots: Vec<Slot>,
-    /// By head.
+    /// Slots by the head of their chain.
     by_head: Vec<usize>,
     ready: Vec<u16>,
     ask: Ask,
@@ -134,14 +136,14 @@ impl Slots {
             let table = frontend.alloc(queue, SLOT_SIZE)?;
             let request = table + TABLE_SIZE as u64;
             let (reply, data) = (request + PAGE as u64, request + 2 * PAGE as u64);
-            // Not zeroes, which a file system might treat better than data.
+            // A file system might treat zeroes better than data.
             frontend.memory().write_slice(&vec![0x5a; MAX_DATA], GuestAddress(data)).map_err(io::Error::other)?;
             slots.push(Slot { head, table, request, reply, data, shape: Shape::default(), unique: 0 });
         }
         Ok(Self { queue, slots, by_head, ready: Vec::new(), ask: Ask::default() })
     }
 
-    /// Puts a request into a slot. The device sees it after [`publish`](Self::publish).
+    /// Writes a request into a slot. The device sees it after [`publish`](Self::publish).
     pub fn submit(&mut self, frontend: &Frontend, at: usize, fill: impl FnOnce(&mut Ask)) -> io::Result<()> {
         fill(&mut self.ask);
         let slot = &mut self.slots[at];
@@ -167,12 +169,12 @@ impl Slots {
         Ok(())
     }
 
-    /// A slot that is answered, and the reply's length.
+    /// A slot that has its reply, and the reply's length. `None` if there is none yet.
     pub fn poll(&self, frontend: &Frontend) -> io::Result<Option<(usize, usize)>> {
         Ok(frontend.poll_raw(self.queue)?.map(|used| self.used(used)))
     }
 
-    /// The next slot that is answered.
+    /// Waits for the next reply. Returns its slot and its length.
     pub fn wait(&self, frontend: &Frontend) -> io::Result<(usize, usize)> {
         Ok(self.used(frontend.wait_raw(self.queue, TIMEOUT)?))
     }
@@ -184,14 +186,14 @@ impl Slots {
     /// The reply in a slot.
     ///
     /// # Errors
-    /// The reply's own.
+    /// The error in the reply, or a malformed reply.
     pub fn reply<'a>(&'a self, frontend: &'a Frontend, at: usize, len: usize) -> Result<Reply<'a>, String> {
         let slot = &self.slots[at];
         let reply = Reply { frontend, slot, len };
         let mut header = OutHeader::default();
         reply.read(slot.reply, header.as_mut_bytes())?;
         if header.unique != slot.unique || header.len as usize != len {
-            return Err("the daemon gave a reply that is none".into());
+            return Err("the daemon sent a malformed reply".into());
         }
         if header.error == 0 { Ok(reply) } else { Err(errno_text(-header.error)) }
     }
@@ -218,11 +220,11 @@ fn write_chain(frontend: &Frontend, queue: usize, slot: &Slot) -> io::Result<()>
     frontend.write_descriptor(queue, slot.head, table)
 }
 
-/// FORGET messages, on the high priority queue as Linux sends them.
+/// FORGET messages. They go to the high priority queue, as in Linux.
 pub struct Forgets(Mutex<Pool>);
 
 struct Pool {
-    /// Heads and where their messages lie, of those that are not under way.
+    /// Unused messages: the head of the chain, and the address of the message.
     free: Vec<(u16, u64)>,
     busy: Vec<(u16, u64)>,
 }
@@ -232,7 +234,7 @@ const HIPRIO: usize = 0;
 
 impl Forgets {
     pub fn new(frontend: &Frontend) -> io::Result<Self> {
-        // Some batches may be under way.
+        // A few batches may be in flight.
         let heads = frontend.take_descriptors(HIPRIO, 8 * FORGETS)?;
         let block = frontend.alloc(HIPRIO, heads.len() * 64)?;
         let free = heads.iter().enumerate().map(|(n, &head)| (head, block + 64 * n as u64)).collect();

@@ -1,4 +1,4 @@
-//! What is asked of the daemon.
+//! The workloads: what the guest asks of the daemon.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -12,8 +12,8 @@ use thruway::fuse::abi::*;
 
 type Result<T> = std::result::Result<T, String>;
 
-/// All that have one name; I/O patterns come besides: read, write, randread and randwrite, with a size, as in
-/// `randread-4k`.
+/// The workloads with fixed names. There are also I/O patterns: read, write, randread and randwrite with a size, such
+/// as `randread-4k`.
 pub const NAMES: &[&str] = &[
     "getattr",
     "lookup",
@@ -27,51 +27,51 @@ pub const NAMES: &[&str] = &[
     "getattr-beside-write",
 ];
 
-/// Files that are looked up, opened and read: more than any cache of one, and made in a second.
+/// Number of files to look up, open and read. They exceed any daemon's cache of files, and are made within a second.
 const SMALL_FILES: usize = 4096;
-/// The size of these, in bytes.
+/// Size of each of these files, in bytes.
 const SMALL: usize = 4096;
-/// Files of the directory that is listed.
+/// Number of files in the directory that is listed.
 const LISTED: usize = 10_000;
-/// Buffer of a READDIRPLUS in bytes: glibc's for readdir(3).
+/// Size of a READDIRPLUS buffer, in bytes: that of glibc's readdir(3).
 const LISTING: usize = 32 << 10;
 /// Size of the file for reads and writes, in bytes.
 const FILE: u64 = 256 << 20;
-/// Size of what is written and synced beside getattr, in bytes.
+/// Size of the file that is written and synced beside getattr, in bytes.
 const SYNCED: u64 = 1 << 30;
-/// Requests that write it at a time, as a guest's writeback does.
+/// Number of WRITEs in flight to it, as in a guest's writeback.
 const WRITERS: usize = 4;
 
-/// Whether there is such a workload.
+/// Whether `name` is a workload or an I/O pattern.
 pub fn is_workload(name: &str) -> bool {
     NAMES.contains(&name) || Pattern::parse(name).is_some()
 }
 
-/// An operation after the other.
+/// A sequence of operations, one at a time.
 pub struct Lane {
     pub name: &'static str,
     pub script: Box<dyn Script>,
-    /// Whether its operations are what is measured.
+    /// Whether its operations are counted.
     pub counts: bool,
-    /// When the operation began.
+    /// When the current operation began.
     pub started: Instant,
 }
 
-/// The requests of one operation after the other.
+/// The requests of a lane, in order.
 pub trait Script: Send {
     fn next(&mut self, ask: &mut Ask);
-    /// Takes the reply. What is to be forgotten goes to `forgets`.
+    /// Takes the reply. Adds the nodeids to forget to `forgets`.
     fn done(&mut self, reply: &Reply, forgets: &mut Vec<u64>) -> Result<Progress>;
-    /// Whether nothing is left open.
+    /// Whether no file is left open.
     fn is_at_rest(&self) -> bool {
         true
     }
 }
 
-/// Whether the operation is over.
+/// Whether the operation is complete.
 pub enum Progress {
     More,
-    /// `units`: what it counts as.
+    /// Complete. It counts as this many `units`.
     Done {
         units: u64,
         bytes: u64,
@@ -80,7 +80,7 @@ pub enum Progress {
 
 const ONE: Progress = Progress::Done { units: 1, bytes: 0 };
 
-/// I/O of one size.
+/// An I/O pattern with one size.
 #[derive(Clone, Copy)]
 struct Pattern {
     write: bool,
@@ -149,7 +149,7 @@ pub fn lanes(name: &str, frontend: &Frontend, forgets: &Forgets, share: &mut Sha
         }
         "getattr-beside-write" => return beside_write(frontend, share, count),
         io => {
-            let pattern = Pattern::parse(io).ok_or_else(|| format!("there is no workload '{io}'"))?;
+            let pattern = Pattern::parse(io).ok_or_else(|| format!("unknown workload '{io}'"))?;
             let file = share.big(frontend)?;
             Box::new(move |n| Box::new(Io::new(pattern, file, FILE, n, count)))
         }
@@ -158,7 +158,7 @@ pub fn lanes(name: &str, frontend: &Frontend, forgets: &Forgets, share: &mut Sha
     Ok((0..count).map(|n| Lane { name, script: script(n), counts: true, started: Instant::now() }).collect())
 }
 
-/// Writers that sync each time the file is full, and getattr for the rest.
+/// Lanes that write, and sync whenever the file is full; the other lanes send getattr.
 fn beside_write(frontend: &Frontend, share: &mut Share, count: usize) -> Result<Vec<Lane>> {
     if count <= WRITERS {
         return Err(format!("getattr-beside-write takes --depth {} or more: {WRITERS} write", WRITERS + 1));
@@ -177,14 +177,14 @@ fn beside_write(frontend: &Frontend, share: &mut Share, count: usize) -> Result<
         .collect())
 }
 
-/// Files of a directory.
+/// The files of a directory.
 struct Files {
     dir: u64,
-    /// NUL-terminated names, and nodeids.
+    /// NUL-terminated names and nodeids.
     files: Vec<(Vec<u8>, u64)>,
 }
 
-/// One file after the other, by chance, the same in each run.
+/// Picks files at random, in the same order in each run.
 struct Pick {
     files: Arc<Files>,
     rng: fastrand::Rng,
@@ -227,7 +227,7 @@ impl Script for Lookup {
     }
 }
 
-/// Names in turn, each forgotten at once: when its turn comes again it is new.
+/// Looks up names in turn and forgets each at once, so that it is new when its turn comes again.
 struct LookupNew {
     files: Arc<Files>,
     at: usize,
@@ -247,7 +247,7 @@ impl Script for LookupNew {
     }
 }
 
-/// OPEN and RELEASE, with a READ of the whole file in between if it is to be read.
+/// OPEN and RELEASE. If asked for, a READ of the whole file in between.
 struct Open {
     files: Pick,
     node: u64,
@@ -284,7 +284,7 @@ impl Script for Open {
     }
 }
 
-/// As a compiler's include search: of ten operations four LOOKUPs, four GETATTRs, two files that are read.
+/// A compiler's search for headers: of ten operations four are LOOKUPs, four GETATTRs, and two read a file.
 struct Compile {
     files: Pick,
     open: Open,
@@ -367,10 +367,10 @@ impl Script for Create {
     }
 }
 
-/// OPENDIR, READDIRPLUS to the end, RELEASEDIR. A buffer full is an operation, of as many units as it has entries.
+/// OPENDIR, READDIRPLUS to the end, RELEASEDIR. Each full buffer is an operation, with one unit per entry.
 struct List {
     dir: u64,
-    /// 0: not open.
+    /// The handle plus 1; 0 if the directory is not open.
     fh: u64,
     offset: u64,
     over: bool,
@@ -398,7 +398,7 @@ impl Script for List {
     fn done(&mut self, reply: &Reply, _: &mut Vec<u64>) -> Result<Progress> {
         match (self.fh, self.over) {
             (0, _) => {
-                // A daemon may begin to count at 0.
+                // A daemon's first handle may be 0.
                 self.fh = reply.body::<OpenOut>()?.fh.wrapping_add(1);
                 self.offset = 0;
             }
@@ -440,7 +440,7 @@ impl Script for Statfs {
     }
 }
 
-/// A file that is open.
+/// An open file.
 #[derive(Clone, Copy)]
 pub struct File {
     node: u64,
@@ -471,7 +471,7 @@ struct Io {
 }
 
 impl Io {
-    /// Lane `n` of `count`: each has its part of a file of `size` bytes.
+    /// Lane `n` of `count`. Each has its own part of a file of `size` bytes.
     fn new(pattern: Pattern, file: File, size: u64, n: usize, count: usize) -> Self {
         let unit = pattern.size as u64;
         let part = (size / count as u64 / unit).max(1) * unit;
@@ -513,7 +513,7 @@ impl Script for Io {
     }
 }
 
-/// Writes its part of the file over and over, and syncs it each time.
+/// Writes its part of the file again and again, and syncs it after each pass.
 struct Synced {
     io: Io,
     file: File,
@@ -543,7 +543,7 @@ fn create_in() -> CreateIn {
     CreateIn { flags: flags as u32, mode: libc::S_IFREG | 0o644, umask: 0o022, open_flags: 0 }
 }
 
-/// What was made in the share: a directory of our own, and in it what workloads need, made when it is first needed.
+/// This program's own directory in the share. The files that a workload needs are made when they are first needed.
 pub struct Share {
     dir: u64,
     name: String,
@@ -560,7 +560,7 @@ impl Share {
         Ok(Self { dir, name, small: None, listed: None, scratch: None, big: None })
     }
 
-    /// The workload's name, for errors.
+    /// The name of the workload, for errors.
     fn name(&self, name: &str) -> &'static str {
         NAMES.iter().find(|known| **known == name).copied().unwrap_or("I/O")
     }
@@ -572,12 +572,12 @@ impl Share {
         Ok(self.small.clone().unwrap_or_else(|| unreachable!("it was made just now")))
     }
 
-    /// Its files are not known to the guest.
+    /// The directory to list. The guest does not know its files yet.
     fn listed(&mut self, frontend: &Frontend, forgets: &Forgets) -> Result<Arc<Files>> {
         if self.listed.is_none() {
             let files = fill(frontend, self.dir, "listed", LISTED, 0)?;
             let mut nodes = files.files.iter().map(|(_, node)| *node).collect();
-            forgets.send(frontend, &mut nodes).map_err(|e| format!("the daemon does not take FORGET: {e}"))?;
+            forgets.send(frontend, &mut nodes).map_err(|e| format!("the daemon does not accept FORGET: {e}"))?;
             self.listed = Some(Arc::new(files));
         }
         Ok(self.listed.clone().unwrap_or_else(|| unreachable!("it was made just now")))
@@ -601,7 +601,7 @@ impl Share {
         Ok(*self.big.insert(File { node, fh }))
     }
 
-    /// Removes it all.
+    /// Removes the directory and its files.
     pub fn remove(&mut self, frontend: &Frontend) -> Result<()> {
         if let Some(file) = self.big {
             release(frontend, file.node, file.fh)?;

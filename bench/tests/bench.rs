@@ -1,4 +1,4 @@
-//! `thruway-bench` against the daemon: each workload runs, and what it tells can be read.
+//! Runs `thruway-bench` against the daemon: each workload runs, and its output can be parsed.
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -7,10 +7,10 @@ use serde_json::Value;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_thruway-bench");
 
-/// The command of the daemon. Cargo names the programs of a test's own package alone; the others lie beside them.
+/// The command that starts the daemon. Cargo tells a test only its own package's programs; the others lie beside them.
 fn daemon() -> String {
     let daemon = Path::new(PROGRAM).with_file_name("thruwayd");
-    assert!(daemon.exists(), "there is no {} yet: run cargo build, or the tests of the workspace", daemon.display());
+    assert!(daemon.exists(), "no {} yet: run cargo build, or the tests of the whole workspace", daemon.display());
     let fixed = "--socket-path {socket} --shared-dir {share} --sandbox none --seccomp none --log-level error";
     format!("{} {fixed}", daemon.display())
 }
@@ -51,7 +51,7 @@ fn two_daemons_are_compared() {
 }
 
 #[test]
-fn what_cannot_be_measured_is_refused_in_one_line() {
+fn errors_take_one_line() {
     for (arguments, said) in [
         (&["true {socket}"][..], "{share}"),
         (&["false {socket} {share}"], "it ended"),

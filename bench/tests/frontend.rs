@@ -1,4 +1,4 @@
-//! The device against a frontend in the same process: transport, late replies, and hostile rings.
+//! Tests the device with a frontend in the same process: transport, late replies and hostile rings.
 
 use std::collections::{HashMap, HashSet};
 use std::os::unix::net::UnixListener;
@@ -23,11 +23,11 @@ const INDIRECT: u16 = VRING_DESC_F_INDIRECT as u16;
 
 /// Replies with the request's body.
 const ECHO: u32 = 1000;
-/// Replies with the name of the thread.
+/// Replies with the name of the worker's thread.
 const NAME: u32 = 1001;
-/// Replies when the gate is open whose number is the nodeid; at a reset with EINTR.
+/// Replies when the gate with the nodeid's number opens, or with EINTR at a reset.
 const WAIT: u32 = 1002;
-/// Replies after 5 ms, without letting others pass.
+/// Replies after 5 ms, and blocks the worker until then.
 const SLOW: u32 = 1003;
 
 const SHORT: Duration = Duration::from_millis(150);
@@ -54,7 +54,7 @@ impl Stub {
         self.gates.1.notify_all();
     }
 
-    /// Waits until so many WAIT requests have ended.
+    /// Waits until `n` WAIT requests have ended.
     fn await_ended(&self, n: usize) {
         let gates = self.gates.0.lock().unwrap();
         let (gates, _) = self.gates.1.wait_timeout_while(gates, LONG, |gates| gates.ended < n).unwrap();
@@ -118,7 +118,7 @@ impl Handler for Stub {
     }
 }
 
-/// A daemon in a thread.
+/// A daemon in a thread of the test.
 struct Daemon {
     path: PathBuf,
     handler: Arc<Stub>,
@@ -164,7 +164,7 @@ fn submit_wait(frontend: &Frontend, gate: u64) -> thruway_bench::frontend::Token
     frontend.submit(1, &[&head], &[16, 4096]).unwrap()
 }
 
-/// Lets the worker take what was submitted on the queue: requests are taken in order.
+/// Waits until the worker has taken all requests submitted to the queue: it takes them in order.
 fn settle(frontend: &Frontend) {
     echo(frontend, 1);
 }
@@ -180,7 +180,7 @@ fn nothing_comes(frontend: &Frontend) {
 }
 
 #[test]
-fn requests_go_and_come() {
+fn requests_get_replies() {
     for (event_idx, indirect) in [(false, false), (false, true), (true, false), (true, true)] {
         let (_daemon, frontend) = pair(Options { event_idx, indirect, queue_size: 16, ..Options::default() });
         for queue in [0, 1] {
@@ -190,7 +190,7 @@ fn requests_go_and_come() {
             }
             assert_eq!(frontend.request(queue, 77, 1, b"", b"", 10), Err(libc::ENOSYS));
         }
-        // More requests at a time than a batch and, in all, than the ring's indices can count.
+        // More requests at once than a batch, and more in all than the ring's indices can count.
         for _ in 0..6000 {
             let tokens: Vec<_> = (0..if indirect { 16 } else { 5 })
                 .map(|_| frontend.submit(1, &[&frontend.header(ECHO, 1, 0).1], &[16, 16]).unwrap())
@@ -381,7 +381,7 @@ fn a_disabled_ring_is_left_alone() {
 }
 
 #[test]
-fn a_call_event_that_comes_late_is_signalled() {
+fn a_late_call_event_is_signalled() {
     use vhost::vhost_user::VhostUserFrontend;
 
     let (_daemon, mut frontend) = pair(Options::default());
@@ -397,7 +397,7 @@ fn a_call_event_that_comes_late_is_signalled() {
 }
 
 #[test]
-fn the_device_notifies_once_for_many() {
+fn one_notification_serves_many_replies() {
     let (_daemon, mut frontend) = pair(Options::default());
     assert_eq!(frontend.stop_queue(1).unwrap(), 0);
     submit_many(&frontend, 16, ECHO);
@@ -429,7 +429,7 @@ fn written_pages_are_logged() {
     assert!(!dirty(frontend.layout(1).available) && !dirty(buffer + 12288));
 }
 
-/// Sends ECHO of five bytes with the given descriptors after the header's, and checks the length of the reply.
+/// Sends ECHO of five bytes with these descriptors after the header's, and checks the length of the reply.
 fn raw_request(frontend: &Frontend, rest: &[(u64, u32, u16)], expect: Option<u32>) {
     let (_, header) = frontend.header(ECHO, 1, 5);
     let at = frontend.alloc(1, 64).unwrap();
@@ -438,7 +438,8 @@ fn raw_request(frontend: &Frontend, rest: &[(u64, u32, u16)], expect: Option<u32
     raw_chain(frontend, &chain, expect);
 }
 
-/// Sends a chain of (address, length, flags) in direct descriptors. If it comes back, its length must be the expected one.
+/// Sends a chain of (address, length, flags) in direct descriptors. If the device returns it, its length must be
+/// `expect`.
 fn raw_chain(frontend: &Frontend, chain: &[(u64, u32, u16)], expect: Option<u32>) {
     let indices = frontend.take_descriptors(1, chain.len()).unwrap();
     for (i, (addr, len, flags)) in chain.iter().enumerate() {
@@ -470,7 +471,7 @@ fn buffers_outside_memory_are_refused() {
     let end = MEMORY_BASE + Options::default().mem_size as u64;
     for bad in [0, MEMORY_BASE - 4, end, end - 4, 1 << 40, u64::MAX - 3, u64::MAX] {
         let clear = || frontend.memory().write_slice(&[0; 64], GuestAddress(room)).unwrap();
-        // Data that cannot be read, then data that cannot be written, then no place for an answer, then no header.
+        // In turn: data that cannot be read, data that cannot be written, no room for a reply, no header.
         raw_request(&frontend, &[(bad, 8, 0), (room, 16, WRITE), (room + 16, 64, WRITE)], Some(16));
         assert_eq!(error_at(&frontend, room), -libc::EFAULT);
         clear();
@@ -487,7 +488,7 @@ fn buffers_outside_memory_are_refused() {
 
 #[test]
 fn buffers_may_span_regions() {
-    // With three queues the middle one's memory has the seam in it.
+    // With three queues, the seam lies in the middle queue's memory.
     let (_daemon, frontend) = pair(Options { queues: 3, ..Options::default() });
     let seam = frontend.seam();
     let start = frontend.alloc(1, 4096).unwrap();
@@ -506,13 +507,13 @@ fn buffers_may_span_regions() {
 fn chains_that_break_the_rules_are_refused() {
     let (_daemon, frontend) = pair(Options::default());
     let room = frontend.alloc(1, 4096).unwrap();
-    // Readable after writable.
+    // A readable descriptor after a writable one.
     raw_request(&frontend, &[(room, 64, WRITE), (room + 64, 8, 0)], Some(16));
     assert_eq!(error_at(&frontend, room), -libc::EINVAL);
     // No room for a reply, or not enough.
     raw_request(&frontend, &[], Some(0));
     raw_request(&frontend, &[(room, 15, WRITE)], Some(0));
-    // A header that is cut; nothing at all.
+    // A header that is too short, and an empty chain.
     raw_chain(&frontend, &[(room, 39, 0), (room, 64, WRITE)], Some(0));
     raw_chain(&frontend, &[(room, 0, 0)], Some(0));
     raw_chain(&frontend, &[(room, 0, WRITE)], Some(0));
@@ -527,7 +528,7 @@ fn loops_end() {
     frontend.memory().write_slice(&header, GuestAddress(room)).unwrap();
     let d = frontend.take_descriptors(1, 3).unwrap();
     let answer = room + 64;
-    // Sends a chain that must be refused, with an answer or, if no room for one was found, without.
+    // Sends a chain that must be refused: with a reply, or without one if there is no room for it.
     let send = |table: &[(u16, u64, u32, u16, u16)], answered: bool| {
         for (index, addr, len, flags, next) in table {
             frontend.write_descriptor(1, *index, Descriptor::new(*addr, *len, *flags, *next)).unwrap();
@@ -539,11 +540,11 @@ fn loops_end() {
     };
     send(&[(d[0], room, 40, NEXT, d[0])], false);
     send(&[(d[0], room, 40, NEXT, d[1]), (d[1], answer, 16, WRITE | NEXT, d[1])], true);
-    // A link back to a readable descriptor, and one out of the table.
+    // A link back to a readable descriptor, and a link out of the table.
     send(&[(d[0], room, 40, NEXT, d[1]), (d[1], answer, 16, WRITE | NEXT, d[0])], true);
     send(&[(d[0], room, 40, NEXT, d[1]), (d[1], answer, 16, WRITE | NEXT, 9999)], true);
     send(&[(d[0], room, 40, NEXT, 200), (200, answer, 64, WRITE, 0)], false);
-    // Indirect tables: one that is odd, empty, outside or huge, one with a link after it, one in another.
+    // Indirect tables of odd size, empty, outside memory, huge, with a link after them, and nested.
     let (good, outer) = (room + 1024, room + 2048);
     let write = |addr, descriptor| frontend.memory().write_obj(descriptor, GuestAddress(addr)).unwrap();
     write(good, Descriptor::new(room, 40, NEXT, 1));
@@ -559,7 +560,7 @@ fn loops_end() {
     send(&[(d[0], good, u32::MAX - 15, INDIRECT, 0)], true);
     write(good + 16, Descriptor::new(answer, 64, WRITE | NEXT, 2));
     send(&[(d[0], good, 32, INDIRECT, 0)], true);
-    // More descriptors than a chain may have, though each is in order.
+    // More descriptors than a chain may have; each of them is valid.
     let long = frontend.alloc(1, 16 * 1025).unwrap();
     write(long, Descriptor::new(room, 40, NEXT, 1));
     for i in 1..1025 {
@@ -571,7 +572,7 @@ fn loops_end() {
 
 #[test]
 fn an_absurd_available_index_stops_only_its_queue() {
-    // The last of all possible queues: no other test has a thread of that name.
+    // The last possible queue: no other test has a thread of this name.
     let (_daemon, mut frontend) = pair(Options { queues: 64, mem_size: 64 << 20, ..Options::default() });
     (0..64).for_each(|queue| echo(&frontend, queue));
     frontend.memory().write_obj(30_000u16, GuestAddress(frontend.layout(63).available + 2)).unwrap();
@@ -585,7 +586,7 @@ fn an_absurd_available_index_stops_only_its_queue() {
     echo(&frontend, 63);
 }
 
-/// Whether the thread of that name waits.
+/// Whether the thread of this name sleeps.
 fn sleeps(name: &str) -> bool {
     let tasks = std::fs::read_dir("/proc/self/task").unwrap();
     let stats = tasks.filter_map(|task| std::fs::read_to_string(task.unwrap().path().join("stat")).ok());

@@ -1,4 +1,5 @@
-//! What is left after many connections. Alone in its process, because it counts threads and file descriptors.
+//! Checks that many connections leave nothing behind. It has its own process, because it counts threads and
+//! descriptors.
 
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
@@ -41,7 +42,7 @@ fn connections_leave_nothing_behind() {
     std::fs::remove_file(path).unwrap();
 }
 
-/// Threads and file descriptors, once their numbers have not changed for a while.
+/// Numbers of threads and file descriptors, once they have not changed for a while.
 fn settled() -> (usize, usize) {
     let (mut last, mut since) = ((0, 0), Instant::now());
     while since.elapsed() < Duration::from_millis(300) {

@@ -1,5 +1,5 @@
-//! The frontend's shared memory regions: maps what the device asks for, by QEMU's rules and in its order, which is to
-//! answer first and to change the memory table then.
+//! The frontend's shared memory regions. It maps files as the device asks, by QEMU's rules and in QEMU's order: it
+//! first replies, then changes the memory table.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -15,10 +15,10 @@ use vhost::vhost_user::{
     Frontend as Connection, FrontendReqHandler, HandlerResult, VhostUserFrontend, VhostUserFrontendReqHandler,
 };
 
-/// Where region 0 is in guest memory: beyond all else.
+/// Guest address of region 0, above everything else.
 pub const BASE: u64 = 1 << 40;
 
-/// Where the others are: each so far from the one before.
+/// Distance between the guest addresses of two regions.
 const APART: u64 = 1 << 40;
 
 /// A live mapping.
@@ -26,25 +26,25 @@ const APART: u64 = 1 << 40;
 pub struct Mapped {
     pub len: u64,
     pub file: Arc<OwnedFd>,
-    /// Bytes, in the file.
+    /// Offset in the file, in bytes.
     pub from: u64,
     pub writable: bool,
 }
 
-/// The regions, as the device has had them filled.
+/// The regions, with the files that the device has mapped.
 pub struct Window {
-    /// Of region 0 in bytes, as the device says.
+    /// Size of region 0 in bytes, according to the device.
     pub size: u64,
-    /// Of all, by id.
+    /// Sizes of all regions, by shmid.
     pub sizes: Vec<u64>,
     state: Arc<State>,
     vhost: Connection,
 }
 
 impl Drop for Window {
-    /// Ends the connection, which the thread that serves the device's requests would keep open.
+    /// Ends the connection. Otherwise the thread that serves the device's requests would keep it open.
     fn drop(&mut self) {
-        // SAFETY: the connection is open as long as this is.
+        // SAFETY: the connection is open for as long as this value lives.
         let vhost = unsafe { BorrowedFd::borrow_raw(self.vhost.as_raw_fd()) };
         let _ = rustix::net::shutdown(vhost, rustix::net::Shutdown::Both);
     }
@@ -57,12 +57,12 @@ struct State {
     sizes: Vec<u64>,
     mapped: Mutex<BTreeMap<Place, Mapped>>,
     most: Mutex<usize>,
-    /// Changes of the memory table that are due.
+    /// Changes of the memory table that have yet to be sent.
     due: Mutex<Vec<(bool, Place, Mapped)>>,
 }
 
 impl Window {
-    /// Asks the device for its region and serves its requests from now on.
+    /// Asks the device for its regions and starts to serve its requests.
     pub(super) fn open(vhost: &mut Connection) -> io::Result<Self> {
         let config = vhost.get_shmem_config().map_err(io::Error::other)?;
         let (count, sizes) = (config.nregions as usize, config.memory_sizes);
@@ -100,7 +100,7 @@ impl Window {
         all.iter().filter(|((id, _), _)| *id == region).map(|((_, at), mapped)| (*at, mapped.clone())).collect()
     }
 
-    /// The most live mappings that there were at a time.
+    /// The largest number of live mappings so far.
     pub fn most(&self) -> usize {
         *self.state.most.lock()
     }
@@ -142,7 +142,7 @@ impl State {
 
 impl VhostUserFrontendReqHandler for State {
     fn shmem_map(&self, request: &VhostUserMMap, fd: &dyn AsRawFd) -> HandlerResult<u64> {
-        // SAFETY: the caller has the descriptor open until this returns.
+        // SAFETY: the caller keeps the descriptor open until this returns.
         let fd = unsafe { BorrowedFd::borrow_raw(fd.as_raw_fd()) };
         self.check(request, fd)?;
         let mapped = Mapped {
