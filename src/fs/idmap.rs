@@ -10,6 +10,7 @@ use thiserror::Error;
 pub const NO_ID: u32 = u32::MAX;
 
 /// Why the guest may not act as an id, or give a file to it.
+#[expect(missing_docs, reason = "each variant has its message")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum BadId {
     #[error("the guest may not use id {0}")]
@@ -29,6 +30,7 @@ impl BadId {
 }
 
 /// What is wrong with a translation rule.
+#[expect(missing_docs, reason = "each variant has its message")]
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum IdMapError {
     #[error("unknown kind '{0}': use one of guest, host, squash-guest, squash-host, forbid-guest, map")]

@@ -13,6 +13,7 @@ use thiserror::Error;
 pub const NAME_MAX: usize = 255;
 
 /// What is wrong with the rules.
+#[expect(missing_docs, reason = "each variant has its message")]
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum XattrMapError {
     #[error("there is no rule: try :map::user.virtiofs.:")]

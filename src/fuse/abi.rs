@@ -1,8 +1,11 @@
 //! The FUSE wire format, protocol 7.45: structures, opcodes and flags of include/uapi/linux/fuse.h (Linux 7.2).
 //! All integers are of the guest's byte order, which is the host's. Nothing here has behaviour.
 
+#![allow(missing_docs, reason = "fields and flags have their names in fuse.h, which explains them")]
+
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
+/// The major version of the protocol.
 pub const KERNEL_VERSION: u32 = 7;
 /// The newest minor version that is supported.
 pub const KERNEL_MINOR_VERSION: u32 = 45;

@@ -51,6 +51,7 @@ impl IoVecs {
         self.len
     }
 
+    /// Whether there are no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -136,6 +137,7 @@ impl IoRange<'_> {
         self.len
     }
 
+    /// Whether there are no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }

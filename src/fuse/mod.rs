@@ -56,6 +56,7 @@ pub struct Work {
 }
 
 impl<F: FileSystem> Server<F> {
+    /// A server without a session.
     pub fn new(fs: F) -> Self {
         Self { fs: Arc::new(fs), session: Arc::new(AtomicU64::new(CLOSED)), counters: Arc::default() }
     }

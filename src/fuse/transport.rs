@@ -56,10 +56,13 @@ pub type Job = Box<dyn FnOnce(WayBack, &AtomicBool) + Send>;
 
 /// The data transfer of a READ or WRITE.
 pub struct Io {
+    /// The request's.
     pub unique: u64,
+    /// The open file.
     pub file: OwnedFd,
     /// Bytes.
     pub offset: u64,
+    /// It is a WRITE.
     pub write: bool,
     /// The data is in memory, but takes long to copy. Otherwise the transfer waits for the host's file system.
     pub long: bool,
