@@ -1,8 +1,10 @@
 //! For fuzz/: the window process's side, in this process.
 
 use super::fuse::Fuse;
-use super::guard::Watch;
-use super::process::{Shared, mount};
+use super::marks::Watch;
+use super::messages::pair;
+use super::process::mount;
+use super::shared::Shared;
 use super::*;
 
 use std::sync::Arc;
@@ -32,8 +34,8 @@ impl Rig {
 
     fn new(fuse: OwnedFd, root: OwnedFd) -> Self {
         let (calls, notices) = pair().unwrap_or_else(|e| panic!("{e}"));
-        let (nodes, daemon, guard) = (Default::default(), AtomicI32::new(0), Err(String::new()));
-        let shared = Arc::new(Shared { fuse, root, calls, notices, nodes, daemon, guard, watch: Watch::new().ok() });
+        let (nodes, daemon, gate) = (Default::default(), AtomicI32::new(0), Err(String::new()));
+        let shared = Arc::new(Shared { fuse, root, calls, notices, nodes, daemon, gate, watch: Watch::new().ok() });
         Self { fuse: Some(Fuse::new(shared.clone())), shared }
     }
 

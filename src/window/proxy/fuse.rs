@@ -8,7 +8,7 @@ use rustix::io::{Errno, ReadWriteFlags, pread, pwritev2};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use super::nodes::Node;
-use super::process::Shared;
+use super::shared::Shared;
 use crate::fuse::abi::*;
 
 /// The size of each proxy file. No mapping of a real file ends beyond it, since offsets are below 2^63 and files that
@@ -73,19 +73,12 @@ impl Fuse {
             Some(Opcode::Fsync) => fsync(shared, header.nodeid, body),
             _ => Err(Errno::NOSYS),
         };
-        answer(&shared.fuse, header.unique, reply)
+        // It fails with ENOENT if the request was interrupted.
+        match reply {
+            Ok(body) => shared.tell_kernel(header.unique, 0, body),
+            Err(errno) => shared.tell_kernel(header.unique, -errno.raw_os_error(), &[]),
+        }
     }
-}
-
-fn answer(fuse: &OwnedFd, unique: u64, reply: Reply) -> Result<(), Errno> {
-    let (error, body) = match reply {
-        Ok(body) => (0, body),
-        Err(errno) => (-errno.raw_os_error(), [].as_slice()),
-    };
-    let len = (size_of::<OutHeader>() + body.len()) as u32;
-    let header = OutHeader { len, error, unique };
-    // ENOENT: the request was interrupted.
-    rustix::io::writev(fuse, &[IoSlice::new(header.as_bytes()), IoSlice::new(body)]).map(drop)
 }
 
 fn put<'a, T: IntoBytes + Immutable>(out: &'a mut [u8], value: &T) -> Reply<'a> {
@@ -203,16 +196,4 @@ fn fsync(shared: &Shared, nodeid: u64, body: &[u8]) -> Reply<'static> {
         _ => rustix::fs::fdatasync(&file)?,
     }
     Ok(&[])
-}
-
-/// Makes the kernel forget the pages of a Cached node. Waits for its READs that are under way.
-pub fn invalidate(fuse: &OwnedFd, nodeid: u64) -> Result<(), Errno> {
-    let notice = NotifyInvalInodeOut { ino: nodeid, off: 0, len: 0 };
-    let len = (size_of::<OutHeader>() + size_of_val(&notice)) as u32;
-    let header = OutHeader { len, error: NOTIFY_INVAL_INODE, unique: 0 };
-    match rustix::io::writev(fuse, &[IoSlice::new(header.as_bytes()), IoSlice::new(notice.as_bytes())]) {
-        // The kernel does not know the node, and so has no pages of it.
-        Err(Errno::NOENT) => Ok(()),
-        result => result.map(drop),
-    }
 }

@@ -9,32 +9,22 @@
 //! What it cannot see: callers that had the file open before it was marked, NFS and SMB clients of this host, mappings in
 //! processes that do not keep the descriptor.
 
-use std::collections::{HashMap, HashSet};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::collections::HashSet;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::thread;
 use std::time::{Duration, Instant};
-use std::{io, thread};
 
 use libc::*;
-use parking_lot::Mutex;
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
-use rustix::fs::{AtFlags, Mode, OFlags, fstatfs, openat, readlinkat, statat};
-use rustix::net::SendFlags;
-use rustix::process::getppid;
-use zerocopy::IntoBytes;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::fstatfs;
 
+use super::marks::{DEADLINE, Gate, LastCaller, Passing, RUNNING, Watch};
+use super::messages::{CHANGED, Notice, OVERDUE, REVOKE};
 use super::nodes::FileId;
-use super::process::Shared;
-use super::{CHANGED, Notice, OVERDUE, REVOKE, fuse, send};
+use super::shared::Shared;
 use crate::window::sys::{self, Event};
-
-/// The caller is about to use or change contents (include/uapi/linux/fanotify.h, Linux 6.14).
-const FAN_PRE_ACCESS: u64 = 0x0010_0000;
-
-/// How long a host process waits for the end of a mapping. The guest's part takes milliseconds; a service on the host
-/// that hangs for longer than this is taken for dead.
-const DEADLINE: Duration = Duration::from_secs(2);
 
 /// How long a caller may take from its event to its sleep, where its system call can be read: it has only to be scheduled.
 const TO_SLEEP: Duration = Duration::from_millis(100);
@@ -47,157 +37,6 @@ const LOOKS: usize = 10;
 
 /// Room for the events of one read(2); more come with the next.
 const BUFFER: usize = 4096;
-
-/// The marks of a group, counted by file since several nodes may have the same.
-pub struct Marks {
-    group: OwnedFd,
-    mask: u64,
-    counts: Mutex<HashMap<FileId, usize>>,
-}
-
-impl Marks {
-    fn new(flags: c_uint, mask: u64) -> io::Result<Self> {
-        let group = sys::fanotify_init(flags | FAN_UNLIMITED_MARKS)?;
-        Ok(Self { group, mask, counts: Mutex::default() })
-    }
-
-    /// Marks a file once more.
-    pub fn add(&self, file: FileId, real: impl AsFd) -> io::Result<()> {
-        let mut counts = self.counts.lock();
-        if !counts.contains_key(&file) {
-            sys::fanotify_mark(self.group.as_fd(), FAN_MARK_ADD, self.mask, real.as_fd())?;
-        }
-        *counts.entry(file).or_default() += 1;
-        Ok(())
-    }
-
-    /// Whether the kernel has events of this mask for any file: a tmpfs file gets EOPNOTSUPP if so, else EINVAL.
-    fn knows_mask(&self) -> bool {
-        let Ok(probe) = rustix::fs::memfd_create("thruwayd-probe", rustix::fs::MemfdFlags::CLOEXEC) else {
-            return false;
-        };
-        let marked = sys::fanotify_mark(self.group.as_fd(), FAN_MARK_ADD, self.mask, probe.as_fd());
-        !marked.is_err_and(|e| e.raw_os_error() == Some(EINVAL))
-    }
-
-    /// Takes one mark back.
-    pub fn remove(&self, file: FileId, real: impl AsFd) {
-        let mut counts = self.counts.lock();
-        let Some(count) = counts.get_mut(&file) else { return };
-        *count -= 1;
-        if *count == 0 {
-            counts.remove(&file);
-            // What is gone has no mark either.
-            let _ = sys::fanotify_mark(self.group.as_fd(), FAN_MARK_REMOVE, self.mask, real.as_fd());
-        }
-    }
-}
-
-/// What is known of the guard outside of its thread.
-pub struct Guard {
-    pub marks: Marks,
-    /// Written when a Through node is gone.
-    wake: OwnedFd,
-    proc: Proc,
-    /// Callers that were let go on after a revocation, until it is seen that they have.
-    passing: Mutex<Vec<Passing>>,
-}
-
-struct Passing {
-    file: FileId,
-    caller: i32,
-    call: String,
-    since: Instant,
-}
-
-impl Guard {
-    /// The reason if it cannot be.
-    pub fn new() -> Result<Self, String> {
-        let flags = FAN_CLASS_PRE_CONTENT | FAN_UNLIMITED_QUEUE | FAN_REPORT_TID;
-        let no_events = "the kernel has no pre-content events (they came with Linux 6.14)";
-        let marks = Marks::new(flags, FAN_PRE_ACCESS | FAN_OPEN_PERM).map_err(|e| format!("{no_events}: {e}"))?;
-        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|e| e.to_string())?;
-        if !marks.knows_mask() {
-            return Err(no_events.into());
-        }
-        Ok(Self { marks, wake, proc: Proc::open()?, passing: Mutex::default() })
-    }
-
-    /// A Through node is gone.
-    pub fn wake(&self) {
-        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
-    }
-
-    /// Whether a caller that waited for the end of a mapping of this file may still be about to shrink it.
-    pub fn is_passing(&self, file: FileId) -> bool {
-        let mut passing = self.passing.lock();
-        passing.retain(|p| p.since.elapsed() < DEADLINE && self.proc.may_be_in(p.caller, &p.call));
-        passing.iter().any(|p| p.file == file)
-    }
-}
-
-/// The host's /proc, O_PATH.
-struct Proc(OwnedFd);
-
-impl Proc {
-    fn open() -> Result<Self, String> {
-        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let proc = openat(rustix::fs::CWD, "/proc", flags, Mode::empty()).map_err(|e| format!("no /proc: {e}"))?;
-        let own = readlinkat(&proc, "self", Vec::new()).map_err(|e| format!("/proc/self is missing: {e}"))?;
-        if own.to_bytes() != std::process::id().to_string().as_bytes() {
-            return Err("/proc is of another process namespace".into());
-        }
-        let proc = Self(proc);
-        let parent = getppid().map_or(0, |pid| pid.as_raw_nonzero().get());
-        // Yama or a lack of CAP_SYS_PTRACE may forbid it.
-        proc.call(parent).map(|_| proc).map_err(|e| format!("the system calls of processes cannot be read: {e}"))
-    }
-
-    /// The line that shows the system call of a thread.
-    fn call(&self, thread: i32) -> io::Result<String> {
-        read_call(&self.call_file(thread)?)
-    }
-
-    fn call_file(&self, thread: i32) -> io::Result<OwnedFd> {
-        Ok(openat(&self.0, format!("{thread}/syscall"), OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?)
-    }
-
-    fn has_thread(&self, process: i32, thread: i32) -> bool {
-        thread > 0 && statat(&self.0, format!("{process}/task/{thread}"), AtFlags::empty()).is_ok()
-    }
-
-    /// Whether a thread may still be in a system call that it was seen in.
-    fn may_be_in(&self, thread: i32, call: &str) -> bool {
-        self.call(thread).is_ok_and(|now| now == RUNNING || now == call)
-    }
-}
-
-fn read_call(file: &OwnedFd) -> io::Result<String> {
-    // Nine numbers of 64 bits fit well.
-    let mut line = [0; 256];
-    let length = rustix::io::pread(file, &mut line, 0)?;
-    Ok(String::from_utf8_lossy(&line[..length]).trim_ascii().to_owned())
-}
-
-/// The caller that was looked at last, most likely the next one too. Its file stays that thread's: if the number goes to
-/// another thread, reading fails.
-#[derive(Default)]
-struct LastCaller(Option<(i32, OwnedFd)>);
-
-impl LastCaller {
-    fn call(&mut self, proc: &Proc, thread: i32) -> io::Result<String> {
-        if let Some((_, file)) = self.0.as_ref().filter(|(last, _)| *last == thread) {
-            if let Ok(call) = read_call(file) {
-                return Ok(call);
-            }
-        }
-        let (_, file) = self.0.insert((thread, proc.call_file(thread)?));
-        read_call(file)
-    }
-}
-
-/// What /proc/TID/syscall says of a thread that is not asleep.
-const RUNNING: &str = "running";
 
 /// A caller that waits for its answer.
 struct Waiting {
@@ -217,38 +56,38 @@ enum Verdict {
 }
 
 /// Answers permission events. It waits for nobody but the kernel.
-pub fn run(shared: &Arc<Shared>, guard: &Guard) {
+pub fn run(shared: &Arc<Shared>, gate: &Gate) {
     let (mut waiting, mut last) = (Vec::new(), LastCaller::default());
     let mut buffer = [0; BUFFER];
     loop {
-        if waiting.is_empty() || has_event(guard) {
-            for event in sys::fanotify_read(guard.marks.group.as_fd(), &mut buffer).unwrap_or_default() {
-                waiting.extend(first_look(guard, &mut last, event));
+        if waiting.is_empty() || has_event(gate) {
+            for event in sys::fanotify_read(gate.marks.group.as_fd(), &mut buffer).unwrap_or_default() {
+                waiting.extend(first_look(gate, &mut last, event));
             }
         }
-        waiting.retain_mut(|w| keeps_waiting(shared, guard, w));
+        waiting.retain_mut(|w| keeps_waiting(shared, gate, w));
     }
 }
 
 /// Waits until there is an event, a node is gone, or it is time to look at the callers that wait.
-fn has_event(guard: &Guard) -> bool {
-    let mut ready = [PollFd::new(&guard.marks.group, PollFlags::IN), PollFd::new(&guard.wake, PollFlags::IN)];
+fn has_event(gate: &Gate) -> bool {
+    let mut ready = [PollFd::new(&gate.marks.group, PollFlags::IN), PollFd::new(&gate.wake, PollFlags::IN)];
     let _ = poll(&mut ready, Some(&TICK));
     let [event, woken] = ready.map(|fd| !fd.revents().is_empty());
     if woken {
-        let _ = rustix::io::read(&guard.wake, &mut [0; 8]);
+        let _ = rustix::io::read(&gate.wake, &mut [0; 8]);
     }
     event
 }
 
 /// Answers at once what is harmless, as nearly all events are.
-fn first_look(guard: &Guard, last: &mut LastCaller, event: Event) -> Option<Waiting> {
+fn first_look(gate: &Gate, last: &mut LastCaller, event: Event) -> Option<Waiting> {
     let file = event.file?;
     for _ in 0..LOOKS {
-        match last.call(&guard.proc, event.pid) {
+        match last.call(&gate.proc, event.pid) {
             Ok(call) if call == RUNNING => thread::yield_now(),
             Ok(call) if leaves_blocks(event.mask, &call, &file) => {
-                allow(guard, &file);
+                allow(gate, &file);
                 return None;
             }
             _ => break,
@@ -257,47 +96,47 @@ fn first_look(guard: &Guard, last: &mut LastCaller, event: Event) -> Option<Wait
     match FileId::of(&file) {
         Ok(id) => Some(Waiting { file, mask: event.mask, caller: event.pid, id, since: Instant::now(), call: None }),
         Err(_) => {
-            allow(guard, &file);
+            allow(gate, &file);
             None
         }
     }
 }
 
-fn allow(guard: &Guard, file: &OwnedFd) {
+fn allow(gate: &Gate, file: &OwnedFd) {
     // It fails for a caller that was killed.
-    let _ = sys::fanotify_allow(guard.marks.group.as_fd(), file.as_fd());
+    let _ = sys::fanotify_allow(gate.marks.group.as_fd(), file.as_fd());
 }
 
-fn keeps_waiting(shared: &Shared, guard: &Guard, waiting: &mut Waiting) -> bool {
-    match verdict(shared, guard, waiting) {
+fn keeps_waiting(shared: &Shared, gate: &Gate, waiting: &mut Waiting) -> bool {
+    match verdict(shared, gate, waiting) {
         Verdict::Wait => return true,
         Verdict::Allow => {}
         Verdict::Overdue => {
             let notice = Notice { what: OVERDUE, first: waiting.id.dev, second: waiting.id.ino };
-            let _ = notify(shared, notice);
+            let _ = shared.notify(notice);
         }
     }
     if let Some(call) = waiting.call.take() {
         let passing = Passing { file: waiting.id, caller: waiting.caller, call, since: Instant::now() };
-        let mut all = guard.passing.lock();
+        let mut all = gate.passing.lock();
         all.retain(|p| p.since.elapsed() < DEADLINE);
         all.push(passing);
     }
-    allow(guard, &waiting.file);
+    allow(gate, &waiting.file);
     false
 }
 
-fn verdict(shared: &Shared, guard: &Guard, waiting: &mut Waiting) -> Verdict {
+fn verdict(shared: &Shared, gate: &Gate, waiting: &mut Waiting) -> Verdict {
     if waiting.call.is_none() {
-        let call = guard.proc.call(waiting.caller).unwrap_or_default();
+        let call = gate.proc.call(waiting.caller).unwrap_or_default();
         match () {
             () if call == RUNNING && waiting.since.elapsed() < TO_SLEEP => return Verdict::Wait,
             () if leaves_blocks(waiting.mask, &call, &waiting.file) => return Verdict::Allow,
-            () if is_ours(shared, guard, waiting.caller) => return Verdict::Allow,
+            () if is_ours(shared, gate, waiting.caller) => return Verdict::Allow,
             () => waiting.call = Some(call),
         }
     }
-    let ask = |id| notify(shared, Notice { what: REVOKE, first: id, second: 0 }).is_ok();
+    let ask = |id| shared.notify(Notice { what: REVOKE, first: id, second: 0 }).is_ok();
     match (shared.nodes.revoke(waiting.id, ask), waiting.since.elapsed() > DEADLINE) {
         (false, _) => Verdict::Allow,
         (true, false) => Verdict::Wait,
@@ -306,13 +145,9 @@ fn verdict(shared: &Shared, guard: &Guard, waiting: &mut Waiting) -> Verdict {
 }
 
 /// The guest's kernel puts its own truncations in order; and this process must not wait for itself.
-fn is_ours(shared: &Shared, guard: &Guard, thread: i32) -> bool {
+fn is_ours(shared: &Shared, gate: &Gate, thread: i32) -> bool {
     let processes = [shared.daemon.load(Ordering::Relaxed), std::process::id() as i32];
-    processes.into_iter().any(|process| guard.proc.has_thread(process, thread))
-}
-
-fn notify(shared: &Shared, notice: Notice) -> io::Result<()> {
-    send(shared.notices.as_fd(), notice.as_bytes(), None, SendFlags::DONTWAIT)
+    processes.into_iter().any(|process| gate.proc.has_thread(process, thread))
 }
 
 /// Calls that move data and leave a file's size or raise it. io_uring shrinks and truncates files in its worker threads
@@ -393,21 +228,6 @@ fn opens_whole(number: c_long, arguments: &[u64]) -> bool {
     arguments.get(flags).is_some_and(|flags| flags & O_TRUNC as u64 == 0)
 }
 
-/// Tells of changes to files.
-pub struct Watch {
-    pub marks: Marks,
-}
-
-impl Watch {
-    pub fn new() -> io::Result<Self> {
-        Marks::new(FAN_CLASS_NOTIF, FAN_MODIFY).map(|marks| Self { marks })
-    }
-
-    pub fn group(&self) -> BorrowedFd<'_> {
-        self.marks.group.as_fd()
-    }
-}
-
 /// How long changes are gathered before they are told: a host process that writes all the time costs little then, and a
 /// guest still sees what it did at once.
 const GATHERED: Duration = Duration::from_millis(1);
@@ -423,14 +243,14 @@ pub fn watch(shared: &Shared, watch: &Watch) {
         let files: HashSet<Option<FileId>> = changed.map(|e| FileId::of(e.file.as_ref()?).ok()).collect();
         for id in files.iter().flat_map(|file| shared.nodes.watched(*file)) {
             // Where the daemon does not keep up, it looks when the guest does.
-            let _ = notify(shared, Notice { what: CHANGED, first: id, second: 0 });
+            let _ = shared.notify(Notice { what: CHANGED, first: id, second: 0 });
         }
         let nodes: HashSet<u64> = files.into_iter().flat_map(|file| shared.nodes.cached(file)).collect();
         for nodeid in nodes {
             // A dirty page is old but for what the guest stored in it since it was written back last, moments ago: that
             // is lost to the host's change, which would else be lost to the page.
             shared.nodes.with(nodeid, |node| node.outdated = true);
-            let _ = fuse::invalidate(&shared.fuse, nodeid);
+            let _ = shared.invalidate_node(nodeid);
             shared.nodes.with(nodeid, |node| node.outdated = false);
         }
         thread::sleep(GATHERED);
@@ -439,6 +259,7 @@ pub fn watch(shared: &Shared, watch: &Watch) {
 
 #[cfg(test)]
 mod tests {
+    use super::super::marks::FAN_PRE_ACCESS;
     use super::*;
 
     fn line(number: c_long, arguments: [u64; 6]) -> String {

@@ -11,23 +11,24 @@
 pub mod doors;
 mod fuse;
 mod guard;
+mod marks;
+mod messages;
 mod nodes;
 mod process;
+mod shared;
 
 use std::fmt;
-use std::io::{self, IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use parking_lot::Mutex;
 use rustix::io::Errno;
-use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, SocketFlags, SocketType, recv, recvmsg, sendmsg, socketpair,
-};
+use rustix::net::{RecvFlags, SendFlags, recv};
 use rustix::process::Pid;
 use thiserror::Error;
-use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+use zerocopy::IntoBytes;
+
+use messages::{Answer, CHANGED, Call, INVALIDATE, Notice, OPEN_CACHED, OPEN_THROUGH, REVOKE, WATCH, receive, send};
 
 use crate::sandbox::seccomp;
 
@@ -96,46 +97,6 @@ pub struct Proxy {
     guard: Guard,
     pid: Pid,
 }
-
-/// A call of the daemon. Its descriptor comes with it.
-#[repr(C)]
-#[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
-struct Call {
-    what: u64,
-    id: u64,
-}
-
-const OPEN_THROUGH: u64 = 1;
-const OPEN_CACHED: u64 = 2;
-const INVALIDATE: u64 = 3;
-const WATCH: u64 = 4;
-
-/// The answer; errno 0 is success.
-#[repr(C)]
-#[derive(Clone, Copy, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
-struct Answer {
-    errno: i32,
-    guarded: u32,
-}
-
-/// What the window process says unasked.
-#[repr(C)]
-#[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
-struct Notice {
-    what: u64,
-    /// The id, or the device.
-    first: u64,
-    /// The inode.
-    second: u64,
-}
-
-const REVOKE: u64 = 1;
-const CHANGED: u64 = 3;
-/// A truncation was let go on although the file may still be mapped.
-const OVERDUE: u64 = 2;
-
-/// The first message of the window process: this byte and why there is no guard, or else why there is no proxy.
-const READY: u8 = b'+';
 
 /// Starts the window process. To be called by root while this process has one thread, before [`crate::sandbox::enter`],
 /// and after the limit of open files is set: the window process has as many as files are open.
@@ -223,44 +184,4 @@ impl Proxy {
             errno => Err(io::Error::from_raw_os_error(errno)),
         }
     }
-}
-
-/// A received message: its length (0: the other end is gone), its descriptor, its sender.
-struct Message {
-    len: usize,
-    fd: Option<OwnedFd>,
-    sender: Option<Pid>,
-}
-
-fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
-    Ok(socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?)
-}
-
-fn send(socket: BorrowedFd, bytes: &[u8], fd: Option<BorrowedFd>, flags: SendFlags) -> io::Result<()> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    let fds = fd.as_slice();
-    if !fds.is_empty() {
-        ancillary.push(SendAncillaryMessage::ScmRights(fds));
-    }
-    let flags = flags | SendFlags::NOSIGNAL;
-    rustix::io::retry_on_intr(|| sendmsg(socket, &[IoSlice::new(bytes)], &mut ancillary, flags))?;
-    Ok(())
-}
-
-fn receive(socket: BorrowedFd, buffer: &mut [u8]) -> io::Result<Message> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1), ScmCredentials(1))];
-    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    let received = rustix::io::retry_on_intr(|| {
-        recvmsg(socket, &mut [IoSliceMut::new(buffer)], &mut ancillary, RecvFlags::CMSG_CLOEXEC)
-    })?;
-    let mut message = Message { len: received.bytes, fd: None, sender: None };
-    for part in ancillary.drain() {
-        match part {
-            RecvAncillaryMessage::ScmRights(fds) => message.fd = fds.last(),
-            RecvAncillaryMessage::ScmCredentials(sender) => message.sender = Some(sender.pid),
-            _ => {}
-        }
-    }
-    Ok(message)
 }

@@ -9,7 +9,7 @@ use std::thread;
 use caps::Capability::{CAP_DAC_READ_SEARCH, CAP_SYS_ADMIN, CAP_SYS_PTRACE};
 use libc::*;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{MemfdFlags, Mode, OFlags, fcntl_getfl, memfd_create, openat};
+use rustix::fs::{MemfdFlags, Mode, OFlags, memfd_create, openat};
 use rustix::io::Errno;
 use rustix::mount::{
     FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsconfig_set_flag, fsconfig_set_string, fsmount, fsopen,
@@ -19,13 +19,13 @@ use rustix::process::{Signal, WaitOptions, chroot, fchdir, set_parent_process_de
 use rustix::thread::UnshareFlags;
 use zerocopy::IntoBytes;
 
-use super::fuse::{self, Fuse};
-use super::guard::{self, Guard, Watch};
-use super::nodes::{FileId, Node, Nodes};
-use super::{
-    Answer, Call, Error, GuardMode, INVALIDATE, Kind, OPEN_CACHED, OPEN_THROUGH, Proxy, READY, WATCH, pair, receive,
-    send,
-};
+use super::fuse::Fuse;
+use super::guard;
+use super::marks::{Gate, Watch};
+use super::messages::{Call, READY, pair, receive, send};
+use super::nodes::Nodes;
+use super::shared::Shared;
+use super::{Error, Guard, GuardMode, Proxy};
 use crate::sandbox::seccomp::{self, Condition};
 use crate::sandbox::sys::{Forked, fork, unshare};
 use crate::window::sys;
@@ -58,21 +58,6 @@ const CONDITIONAL: &[Condition] = &[
 /// Room for the one line that the window process says first.
 const LINE: usize = 512;
 
-/// What the threads of the window process share.
-pub struct Shared {
-    /// /dev/fuse.
-    pub fuse: OwnedFd,
-    /// The mount's directory.
-    pub(super) root: OwnedFd,
-    pub(super) calls: OwnedFd,
-    pub notices: OwnedFd,
-    pub nodes: Nodes,
-    /// The process whose calls are served.
-    pub daemon: AtomicI32,
-    pub(super) guard: Result<Guard, String>,
-    pub(super) watch: Option<Watch>,
-}
-
 /// Why a step failed.
 trait Step<T> {
     fn step(self, step: &str) -> Result<T, Error>;
@@ -104,13 +89,13 @@ pub fn start(guard: GuardMode, action: seccomp::Action) -> Result<Proxy, Error> 
 }
 
 /// The first message of the window process.
-fn hear(calls: &OwnedFd) -> Result<super::Guard, Error> {
+fn hear(calls: &OwnedFd) -> Result<Guard, Error> {
     let mut line = [0; LINE];
     let length = receive(calls.as_fd(), &mut line).step("hear from its process")?.len;
     let text = String::from_utf8_lossy(line[..length].get(1..).unwrap_or_default());
     match (line[0], &*text) {
-        (READY, "") => Ok(super::Guard::On),
-        (READY, reason) => Ok(super::Guard::Off(reason.to_owned())),
+        (READY, "") => Ok(Guard::On),
+        (READY, reason) => Ok(Guard::Off(reason.to_owned())),
         (_, "") => Err(Error("the window's process ended at once".into())),
         (_, reason) => Err(Error(reason.to_owned())),
     }
@@ -162,18 +147,18 @@ impl Setup {
         setsid().step("start a session")?;
         let kept = [&self.fuse, &self.root, &self.calls, &self.notices].map(AsFd::as_fd);
         sys::close_all_but(&kept).step("close the daemon's descriptors")?;
-        let guard = if mode == GuardMode::None { Err("--window-guard none".into()) } else { Guard::new() };
+        let gate = if mode == GuardMode::None { Err("--window-guard none".into()) } else { Gate::new() };
         let watch = if mode == GuardMode::None { None } else { Watch::new().ok() };
         let namespaces = UnshareFlags::NEWNS | UnshareFlags::NEWNET | UnshareFlags::NEWIPC | UnshareFlags::NEWUTS;
         unshare(namespaces).step("create namespaces (it needs CAP_SYS_ADMIN)")?;
         let Self { fuse, root, calls, notices } = self;
         let (nodes, daemon) = (Nodes::default(), AtomicI32::new(0));
-        let shared = Arc::new(Shared { fuse, root, calls, notices, nodes, daemon, guard, watch });
+        let shared = Arc::new(Shared { fuse, root, calls, notices, nodes, daemon, gate, watch });
         let mut fuse = Fuse::new(Arc::clone(&shared));
         fuse.serve_one().step("agree with the kernel's FUSE")?;
         probe(&shared)?;
         enter_root(&shared, &mut fuse)?;
-        limit_capabilities(shared.guard.is_ok())?;
+        limit_capabilities(shared.gate.is_ok())?;
         start_threads(&shared, fuse)?;
         seccomp::apply_list(action, ALLOWED, CONDITIONAL).step("limit its system calls")?;
         Ok(shared)
@@ -211,7 +196,7 @@ fn limit_capabilities(guard: bool) -> Result<(), Error> {
 
 fn start_threads(shared: &Arc<Shared>, mut fuse: Fuse) -> Result<(), Error> {
     spawn(shared, "fuse", move |_| fuse.run())?;
-    spawn(shared, "guard", |shared| shared.guard.iter().for_each(|guard| guard::run(shared, guard)))?;
+    spawn(shared, "guard", |shared| shared.gate.iter().for_each(|gate| guard::run(shared, gate)))?;
     spawn(shared, "watch", |shared| shared.watch.iter().for_each(|watch| guard::watch(shared, watch)))
 }
 
@@ -228,7 +213,7 @@ fn spawn(shared: &Arc<Shared>, name: &str, run: impl FnOnce(&Arc<Shared>) + Send
 
 /// Serves the daemon's calls until it ends.
 fn serve(shared: &Shared) -> ! {
-    let guard = shared.guard.as_ref().err().map_or("", String::as_str);
+    let guard = shared.gate.as_ref().err().map_or("", String::as_str);
     let line = [&[READY], guard.as_bytes()].concat();
     let mut sent = send(shared.calls.as_fd(), &line, None, SendFlags::empty());
     while sent.is_ok() {
@@ -244,97 +229,4 @@ fn serve(shared: &Shared) -> ! {
         sent = send(shared.calls.as_fd(), answer.as_bytes(), fd.as_ref().map(AsFd::as_fd), SendFlags::empty());
     }
     exit(0)
-}
-
-impl Shared {
-    pub(super) fn answer(&self, call: Call, real: Option<OwnedFd>) -> (Answer, Option<OwnedFd>) {
-        let result = match (call.what, real) {
-            (OPEN_THROUGH, Some(real)) => self.open(call.id, Kind::Through, real),
-            (OPEN_CACHED, Some(real)) => self.open(call.id, Kind::Cached, real),
-            (WATCH, None) => self.watch(call.id).map(|()| (Answer::default(), None)),
-            (INVALIDATE, None) => self.invalidate(call.id).map(|()| (Answer::default(), None)),
-            _ => Err(Errno::INVAL),
-        };
-        result.unwrap_or_else(|e| (Answer { errno: e.raw_os_error(), guarded: 0 }, None))
-    }
-
-    fn invalidate(&self, id: u64) -> Result<(), Errno> {
-        fuse::invalidate(&self.fuse, Nodes::nodeid(id, Kind::Cached)?)
-    }
-
-    fn watch(&self, id: u64) -> Result<(), Errno> {
-        let nodeid = Nodes::nodeid(id, Kind::Through)?;
-        let of = |node: &mut Node| (node.watched, node.file, node.real.clone());
-        let (watched, file, real) = self.nodes.with(nodeid, of).ok_or(Errno::NOENT)?;
-        if !watched {
-            self.watch.as_ref().ok_or(Errno::NOSYS)?.marks.add(file, real).map_err(errno)?;
-            self.nodes.with(nodeid, |node| node.watched = true);
-        }
-        Ok(())
-    }
-
-    fn open(&self, id: u64, kind: Kind, real: OwnedFd) -> Result<(Answer, Option<OwnedFd>), Errno> {
-        let nodeid = Nodes::nodeid(id, kind)?;
-        let file = FileId::of(&real).map_err(errno)?;
-        // The kernel opens a backing file anew, and would for writing whatever `real` is open for.
-        if kind == Kind::Through && fcntl_getfl(&real)? & OFlags::ACCMODE != OFlags::RDWR {
-            return Err(Errno::ACCESS);
-        }
-        let real = Arc::new(real);
-        let is_passing = |guard: &Guard| kind == Kind::Through && guard.is_passing(file);
-        // A new one would be asked for at once, and the caller that waits would wait on.
-        let is_leaving = kind == Kind::Through && self.nodes.is_leaving(file);
-        if is_leaving || self.guard.as_ref().is_ok_and(is_passing) {
-            return Err(Errno::BUSY);
-        }
-        if self.nodes.reopen(nodeid, file, &real)?.is_none() {
-            let backing = (kind == Kind::Through).then(|| sys::backing_open(self.fuse.as_fd(), real.as_fd()));
-            self.nodes.insert(nodeid, file, Arc::clone(&real), backing.transpose().map_err(errno)?);
-        }
-        // The node is open once more than the kernel knows until it knows it.
-        let opened = self.open_node(nodeid, file, &real);
-        self.released(nodeid);
-        opened.map(|(fd, marked)| {
-            let guarded = marked && kind == Kind::Through;
-            (Answer { errno: 0, guarded: guarded.into() }, Some(fd))
-        })
-    }
-
-    /// Opens the proxy file and only then marks the real one: page faults by its mappings shall be no events.
-    fn open_node(&self, nodeid: u64, file: FileId, real: &Arc<OwnedFd>) -> Result<(OwnedFd, bool), Errno> {
-        let fd = openat(&self.root, nodeid.to_string(), OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
-        let marked = self.nodes.with(nodeid, |node| node.marked).unwrap_or(false);
-        let marked = marked || self.marks(nodeid).is_some_and(|marks| marks.add(file, real).is_ok());
-        self.nodes.with(nodeid, |node| node.marked = marked);
-        if self.nodes.is_revoked(nodeid) { Err(Errno::BUSY) } else { Ok((fd, marked)) }
-    }
-
-    /// The group that a node's file is marked in.
-    fn marks(&self, nodeid: u64) -> Option<&guard::Marks> {
-        match nodeid % 2 {
-            0 => self.guard.as_ref().ok().map(|guard| &guard.marks),
-            _ => self.watch.as_ref().map(|watch| &watch.marks),
-        }
-    }
-
-    /// Takes back an open of a node; with the last, everything goes.
-    pub fn released(&self, nodeid: u64) {
-        let Some(node) = self.nodes.released(nodeid) else { return };
-        if node.marked {
-            self.marks(nodeid).inspect(|marks| marks.remove(node.file, &node.real));
-        }
-        if node.watched {
-            self.watch.iter().for_each(|watch| watch.marks.remove(node.file, &node.real));
-        }
-        if let Some(id) = node.backing {
-            let _ = sys::backing_close(self.fuse.as_fd(), id);
-        }
-        if let Ok(guard) = &self.guard {
-            guard.wake();
-        }
-    }
-}
-
-fn errno(e: std::io::Error) -> Errno {
-    Errno::from_io_error(&e).unwrap_or(Errno::IO)
 }

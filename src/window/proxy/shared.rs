@@ -1,0 +1,150 @@
+//! What the threads of the window process share, and the daemon's calls.
+
+use std::io::{self, IoSlice};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::AtomicI32;
+
+use rustix::fs::{Mode, OFlags, fcntl_getfl, openat};
+use rustix::io::Errno;
+use rustix::net::SendFlags;
+use zerocopy::IntoBytes;
+
+use super::Kind;
+use super::marks::{Gate, Marks, Watch};
+use super::messages::{Answer, Call, INVALIDATE, Notice, OPEN_CACHED, OPEN_THROUGH, WATCH, send};
+use super::nodes::{FileId, Node, Nodes};
+use crate::fuse::abi::{NOTIFY_INVAL_INODE, NotifyInvalInodeOut, OutHeader};
+use crate::window::sys;
+
+/// What the threads of the window process share.
+pub struct Shared {
+    /// /dev/fuse.
+    pub fuse: OwnedFd,
+    /// The mount's directory.
+    pub root: OwnedFd,
+    pub calls: OwnedFd,
+    pub notices: OwnedFd,
+    pub nodes: Nodes,
+    /// The process whose calls are served.
+    pub daemon: AtomicI32,
+    pub gate: Result<Gate, String>,
+    pub watch: Option<Watch>,
+}
+
+impl Shared {
+    pub fn answer(&self, call: Call, real: Option<OwnedFd>) -> (Answer, Option<OwnedFd>) {
+        let result = match (call.what, real) {
+            (OPEN_THROUGH, Some(real)) => self.open(call.id, Kind::Through, real),
+            (OPEN_CACHED, Some(real)) => self.open(call.id, Kind::Cached, real),
+            (WATCH, None) => self.watch(call.id).map(|()| (Answer::default(), None)),
+            (INVALIDATE, None) => self.invalidate(call.id).map(|()| (Answer::default(), None)),
+            _ => Err(Errno::INVAL),
+        };
+        result.unwrap_or_else(|e| (Answer { errno: e.raw_os_error(), guarded: 0 }, None))
+    }
+
+    fn invalidate(&self, id: u64) -> Result<(), Errno> {
+        self.invalidate_node(Nodes::nodeid(id, Kind::Cached)?)
+    }
+
+    /// Makes the kernel forget the pages of a Cached proxy file. Waits for READs that are under way.
+    pub fn invalidate_node(&self, nodeid: u64) -> Result<(), Errno> {
+        let notice = NotifyInvalInodeOut { ino: nodeid, off: 0, len: 0 };
+        match self.tell_kernel(0, NOTIFY_INVAL_INODE, notice.as_bytes()) {
+            // The kernel does not know the node, so it has no pages of it.
+            Err(Errno::NOENT) => Ok(()),
+            result => result,
+        }
+    }
+
+    /// Writes a reply to the kernel's FUSE, or a notification if `unique` is 0.
+    pub fn tell_kernel(&self, unique: u64, error: i32, body: &[u8]) -> Result<(), Errno> {
+        let header = OutHeader { len: (size_of::<OutHeader>() + body.len()) as u32, error, unique };
+        rustix::io::writev(&self.fuse, &[IoSlice::new(header.as_bytes()), IoSlice::new(body)]).map(drop)
+    }
+
+    /// Tells the daemon something unasked.
+    ///
+    /// # Errors
+    /// EAGAIN if the daemon has too many notices to read.
+    pub fn notify(&self, notice: Notice) -> io::Result<()> {
+        send(self.notices.as_fd(), notice.as_bytes(), None, SendFlags::DONTWAIT)
+    }
+
+    fn watch(&self, id: u64) -> Result<(), Errno> {
+        let nodeid = Nodes::nodeid(id, Kind::Through)?;
+        let of = |node: &mut Node| (node.watched, node.file, node.real.clone());
+        let (watched, file, real) = self.nodes.with(nodeid, of).ok_or(Errno::NOENT)?;
+        if !watched {
+            self.watch.as_ref().ok_or(Errno::NOSYS)?.marks.add(file, real).map_err(errno)?;
+            self.nodes.with(nodeid, |node| node.watched = true);
+        }
+        Ok(())
+    }
+
+    fn open(&self, id: u64, kind: Kind, real: OwnedFd) -> Result<(Answer, Option<OwnedFd>), Errno> {
+        let nodeid = Nodes::nodeid(id, kind)?;
+        let file = FileId::of(&real).map_err(errno)?;
+        // The kernel opens a backing file anew, and would for writing whatever `real` is open for.
+        if kind == Kind::Through && fcntl_getfl(&real)? & OFlags::ACCMODE != OFlags::RDWR {
+            return Err(Errno::ACCESS);
+        }
+        let real = Arc::new(real);
+        let is_passing = |gate: &Gate| kind == Kind::Through && gate.is_passing(file);
+        // A new one would be asked for at once, and the caller that waits would wait on.
+        let is_leaving = kind == Kind::Through && self.nodes.is_leaving(file);
+        if is_leaving || self.gate.as_ref().is_ok_and(is_passing) {
+            return Err(Errno::BUSY);
+        }
+        if self.nodes.reopen(nodeid, file, &real)?.is_none() {
+            let backing = (kind == Kind::Through).then(|| sys::backing_open(self.fuse.as_fd(), real.as_fd()));
+            self.nodes.insert(nodeid, file, Arc::clone(&real), backing.transpose().map_err(errno)?);
+        }
+        // The node is open once more than the kernel knows until it knows it.
+        let opened = self.open_node(nodeid, file, &real);
+        self.released(nodeid);
+        opened.map(|(fd, marked)| {
+            let guarded = marked && kind == Kind::Through;
+            (Answer { errno: 0, guarded: guarded.into() }, Some(fd))
+        })
+    }
+
+    /// Opens the proxy file and only then marks the real one: page faults by its mappings shall be no events.
+    fn open_node(&self, nodeid: u64, file: FileId, real: &Arc<OwnedFd>) -> Result<(OwnedFd, bool), Errno> {
+        let fd = openat(&self.root, nodeid.to_string(), OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
+        let marked = self.nodes.with(nodeid, |node| node.marked).unwrap_or(false);
+        let marked = marked || self.marks(nodeid).is_some_and(|marks| marks.add(file, real).is_ok());
+        self.nodes.with(nodeid, |node| node.marked = marked);
+        if self.nodes.is_revoked(nodeid) { Err(Errno::BUSY) } else { Ok((fd, marked)) }
+    }
+
+    /// The group that a node's file is marked in.
+    fn marks(&self, nodeid: u64) -> Option<&Marks> {
+        match nodeid % 2 {
+            0 => self.gate.as_ref().ok().map(|gate| &gate.marks),
+            _ => self.watch.as_ref().map(|watch| &watch.marks),
+        }
+    }
+
+    /// Takes back an open of a node; with the last, everything goes.
+    pub fn released(&self, nodeid: u64) {
+        let Some(node) = self.nodes.released(nodeid) else { return };
+        if node.marked {
+            self.marks(nodeid).inspect(|marks| marks.remove(node.file, &node.real));
+        }
+        if node.watched {
+            self.watch.iter().for_each(|watch| watch.marks.remove(node.file, &node.real));
+        }
+        if let Some(id) = node.backing {
+            let _ = sys::backing_close(self.fuse.as_fd(), id);
+        }
+        if let Ok(gate) = &self.gate {
+            gate.wake();
+        }
+    }
+}
+
+fn errno(e: std::io::Error) -> Errno {
+    Errno::from_io_error(&e).unwrap_or(Errno::IO)
+}
