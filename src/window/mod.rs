@@ -1,7 +1,7 @@
 //! Shared memory regions: what of a file the guest reads and writes in place.
 //!
 //! Region 0 is the DAX window (VIRTIO 1.3, section 5.11.6.4). The guest chooses where in it a part of a file is to be; a
-//! mapper thread (`mapper`) has the frontend put it there. What is mapped is never the file itself but its stand-in on a
+//! mapper thread (`mapper`) has the frontend put it there. What is mapped is never the file itself but its proxy file on a
 //! private mount ([`proxy`]).
 //!
 //! Regions 1 and 2 are window passthrough's (docs/protocol.md): whole files (`slots`), and a table that says where they are
