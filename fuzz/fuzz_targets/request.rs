@@ -308,8 +308,12 @@ fn serve(kept: &mut Kept, cuts: [u8; 2], room: usize, (crowded, may_wait): (bool
         assert!((-4095..=0).contains(&header.error) && (header.error == 0 || reply.len() == 16));
     };
     let mut here = Here { crowded, may_wait, ..Here::default() };
-    let len = server.handle(work, &mut here);
-    assert!(!here.io, "no file was offered for it");
+    let mut len = server.handle(work, &mut here);
+    if here.io {
+        here = Here { may_wait: true, ..Here::default() };
+        len = server.handle(work, &mut here);
+        assert!(!here.io, "it may wait");
+    }
     if let Some((_, job)) = here.job.take() {
         job(here.detach(), &AtomicBool::new(crowded));
         assert!(here.late.lock().unwrap().is_some());

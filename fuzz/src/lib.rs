@@ -21,7 +21,7 @@ pub struct Here {
 
 impl Transport for Here {
     fn moves(&mut self, _bytes: usize) -> bool {
-        self.crowded
+        self.crowded && !self.may_wait
     }
 
     fn may_wait(&self) -> bool {
