@@ -1,4 +1,4 @@
-//! The descriptor-chain walker, against a walker that is as simple as can be.
+//! Compares the walker of descriptor chains with one that is as simple as possible.
 #![no_main]
 
 use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
@@ -12,7 +12,7 @@ use thruway_fuzz::Input;
 use vm_memory::mmap::MmapRegion;
 use vm_memory::{Bytes, FileOffset, GuestAddress, GuestAddressSpace, GuestMemoryBackend, GuestRegionMmap};
 
-/// Regions: address, length, whether it is a mapped file. Two touch each other.
+/// Memory regions: address, length, and whether it is a mapped file. Two of them are adjacent.
 const REGIONS: [(u64, usize, bool); 4] =
     [(0, 0x4000, false), (0x8000, 0x2000, false), (0xa000, 0x1000, false), (0xb000, 0x1000, true)];
 
@@ -20,12 +20,12 @@ fn region(addr: u64, len: usize, far: bool) -> GuestRegionMmap<RegionState> {
     let mapping = if far {
         let file: OwnedFd = rustix::fs::memfd_create("far", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&file, len as u64).unwrap();
-        // A file that fstatfs(2) cannot tell of is taken for one that is mapped.
+        // If fstatfs(2) fails, the walker treats the region as a mapped file.
         let closed = file.into_raw_fd();
-        // SAFETY: it is open.
+        // SAFETY: the descriptor is open.
         let file = unsafe { std::fs::File::from_raw_fd(closed) };
         let mapping = MmapRegion::from_file(FileOffset::new(file, 0), len).unwrap();
-        // SAFETY: nothing uses the descriptor any more but the look at it that is to fail.
+        // SAFETY: the only later use of the descriptor is the fstatfs(2) that must fail.
         unsafe { libc::close(closed) };
         mapping
     } else {
@@ -44,7 +44,7 @@ fn memory() -> &'static MemoryAtomic {
     })
 }
 
-/// What the walker must find: the lengths of the readable and the writable buffers, and whether all is well.
+/// What the walker must find: the lengths of the readable and of the writable buffers, and whether the chain is valid.
 #[derive(Debug, Default, PartialEq)]
 struct Found {
     readable: u64,
@@ -53,7 +53,7 @@ struct Found {
     fault: Option<Errno>,
 }
 
-/// How many bytes of a range are in memory.
+/// The number of bytes of a range that are in memory.
 fn inside(addr: u64, len: u64, far_too: bool) -> u64 {
     let (mut at, end) = (u128::from(addr), u128::from(addr) + u128::from(len));
     while at < end {
@@ -125,7 +125,7 @@ fuzz_target!(|bytes: &[u8]| {
     let len = [1, 2, 4, 8, 16, 64, 256, 1024][usize::from(shape >> 3 & 7)];
     let mem = memory().memory();
     let tables = input.0;
-    // What does not fit is cut off.
+    // Drop the part that does not fit.
     let wrote = mem.write(tables, GuestAddress(at)).unwrap_or(0);
     KEPT.with_borrow_mut(|(work, segments)| {
         let want = model(&mem, at, len, head.into());
@@ -137,13 +137,13 @@ fuzz_target!(|bytes: &[u8]| {
             let range = list.range(0..usize::MAX);
             assert!(range.as_slice().len() <= 2 * 1024 * REGIONS.len());
             for slice in range.as_slice() {
-                // Two regions may lie side by side here too, so a slice may be in both.
+                // Two regions may be adjacent in this process too, so a slice may reach into both.
                 let (start, end) = (slice.iov_base as usize, slice.iov_base as usize + slice.iov_len);
                 let mut covered = start;
                 while covered < end {
                     let base = |r: &(u64, usize, bool)| mem.get_host_address(GuestAddress(r.0)).unwrap() as usize;
                     let within = |r: &&(u64, usize, bool)| (base(r)..base(r) + r.1).contains(&covered);
-                    let r = REGIONS.iter().find(within).expect("a slice outside of memory");
+                    let r = REGIONS.iter().find(within).expect("a slice outside memory");
                     covered = end.min(base(r) + r.1);
                 }
             }
@@ -159,7 +159,7 @@ fuzz_target!(|bytes: &[u8]| {
         }
         mark_dirty(&mem, segments, 64);
     });
-    // As it was, for the next input.
+    // Restore memory for the next input.
     let zeros = [0; 4096];
     let mut left = wrote;
     while left > 0 {

@@ -1,4 +1,4 @@
-//! A session that comes from a hostile source, and a guest that goes on with it.
+//! Loads a session from a hostile source, and continues as its guest.
 #![no_main]
 
 use std::cell::RefCell;
@@ -40,7 +40,7 @@ impl Kept {
         Self { share, configs: configs.into(), guests }
     }
 
-    /// What a session of this guest is like on the way.
+    /// The migration stream of this guest's session.
     fn saved(&mut self, which: usize) -> Vec<u8> {
         let guest = &mut self.guests[which];
         guest.server.reset();
@@ -62,7 +62,7 @@ thread_local! {
     static KEPT: RefCell<Kept> = RefCell::new(Kept::new());
 }
 
-/// What a guest asks for that goes on with a session.
+/// The requests of a guest that continues with a session.
 fn go_on(guest: &mut Guest, input: &mut Input) {
     for node in (1..8).chain([input.u64()]) {
         let _ = guest.call(Opcode::Getattr as u32, node, (0, 0), &[GetattrIn::default().as_bytes()]);
@@ -91,7 +91,7 @@ fuzz_target!(|bytes: &[u8]| {
         let which = usize::from(how % 4);
         let mut state = match how & 16 {
             0 => input.0.to_vec(),
-            // A good one with some bytes changed.
+            // A valid session with a few bytes changed.
             _ => {
                 let mut state = kept.saved(which);
                 for _ in 0..how >> 5 {
@@ -102,7 +102,7 @@ fuzz_target!(|bytes: &[u8]| {
             }
         };
         if how & 8 != 0 && state.len() >= 24 {
-            // A header that is right.
+            // A valid header.
             state[..16].copy_from_slice(b"thruway\0\x02\0\0\0\0\0\0\0");
             state[16..24].copy_from_slice(&(InitFlags::ASYNC_READ.bits()).to_le_bytes());
         }
@@ -114,7 +114,7 @@ fuzz_target!(|bytes: &[u8]| {
         }
         guest.server.reset();
         if !loaded {
-            // It may have a million slots for handles now, all of which each reset looks at.
+            // The session may have a million slots for handles now, and each reset looks at all of them.
             *guest = Guest::new(kept.share.server(kept.configs[which].clone()));
         }
         kept.share.check();

@@ -1,4 +1,4 @@
-//! Values of options that are small languages: --xattrmap, --translate-uid, sizes, id ranges, -o modcaps.
+//! Parses options that are small languages: --xattrmap, --translate-uid, sizes, id ranges, -o modcaps.
 #![no_main]
 
 use std::ffi::CString;
@@ -11,7 +11,7 @@ use thruway::sandbox::IdRange;
 use thruway::sandbox::caps::ModCaps;
 use thruway_fuzz::Input;
 
-/// A rule of --xattrmap as the manual has it: type, scope, the guest's and the host's prefix.
+/// A rule of --xattrmap, as in the manual: type, scope, the guest's prefix, the host's prefix.
 type XattrRule<'a> = (&'a str, &'a str, &'a [u8], &'a [u8]);
 
 fn xattr_rules(text: &str) -> Option<Vec<XattrRule<'_>>> {
@@ -23,7 +23,7 @@ fn xattr_rules(text: &str) -> Option<Vec<XattrRule<'_>>> {
         let name = |name: &str| name.len() < 256 && !name.contains('\0');
         let last = parts.next()?;
         if kind == "map" {
-            // The rest begins with what comes after the third separator.
+            // The rest begins after the third separator.
             if !name(second) || !name(third) || !last.trim().is_empty() {
                 return None;
             }
@@ -70,7 +70,7 @@ fn xattrmap(text: &str, name: &[u8]) {
     assert_eq!(map.to_guest(name), want);
 }
 
-/// One way of a rule of --translate-uid: kind, first id, target, count.
+/// One direction of a rule of --translate-uid: kind, first id, target, count.
 type IdRule = (&'static str, u64, u64, u64);
 
 fn id_rule(text: &str) -> Option<(Option<IdRule>, Option<IdRule>)> {
@@ -131,7 +131,7 @@ fn idmap(text: &str, id: u32) {
     let Ok(map) = map else { return };
     let most = u64::from(u32::MAX);
     for id in [id, 0, u32::MAX - 1, u32::MAX] {
-        // The id that is none goes neither in nor out.
+        // The invalid id (-1) is never translated, in either direction.
         let host = translate(&to_host, id.into()).filter(|host| id < u32::MAX && *host < most);
         assert_eq!(map.to_host(id).ok().map(u64::from), host);
         assert_eq!(Some(u64::from(map.to_guest(id))), translate(&to_guest, id.into()));

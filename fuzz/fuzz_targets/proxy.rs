@@ -1,4 +1,5 @@
-//! The window process: calls of a hostile daemon, whoever has its files open, and messages in the place of the kernel's.
+//! The window process: calls of a hostile daemon, system calls on its open files, and messages in place of the
+//! kernel's.
 #![no_main]
 
 use std::cell::RefCell;
@@ -38,7 +39,7 @@ thread_local! {
     static KEPT: RefCell<Kept> = RefCell::new(Kept::new());
 }
 
-/// A file of the host, of some kind.
+/// A file of the host, of any kind.
 fn real(input: &mut Input) -> Option<OwnedFd> {
     let of = |path: &str, flags: OFlags| open(path, flags | OFlags::CLOEXEC, Mode::empty()).unwrap();
     Some(match input.u8() % 8 {
@@ -54,7 +55,7 @@ fn real(input: &mut Input) -> Option<OwnedFd> {
     })
 }
 
-/// The daemon and a mount.
+/// Calls of the daemon, with a real mount.
 fn calls(kept: &mut Kept, input: &mut Input) {
     let first = kept.next;
     kept.next += 4;
@@ -84,7 +85,7 @@ fn calls(kept: &mut Kept, input: &mut Input) {
                 drop(kept.mounted.answer(input.number(), id, real))
             }
             6 if !files.is_empty() => drop(files.swap_remove(usize::from(who) % files.len())),
-            // What QEMU does, or whoever else has the descriptor.
+            // What QEMU, or another holder of the descriptor, does.
             7 => {
                 let Some(file) = file else { continue };
                 let mut bytes = vec![0; usize::from(input.u8()) * 64];
@@ -107,7 +108,7 @@ fn calls(kept: &mut Kept, input: &mut Input) {
             10 => {
                 let Some(file) = file else { continue };
                 let flags = ProtFlags::READ | ProtFlags::WRITE;
-                // SAFETY: the kernel chooses where, and nothing is touched there.
+                // SAFETY: the kernel chooses the address, and nothing accesses it.
                 let _ = unsafe {
                     mmap(std::ptr::null_mut(), 1 << 21, flags, MapFlags::SHARED, file, 0)
                         .and_then(|at| munmap(at, 1 << 21))
@@ -119,11 +120,11 @@ fn calls(kept: &mut Kept, input: &mut Input) {
             }
         }
     }
-    // The kernel's last RELEASE is served by the time that a file is opened and closed again.
+    // When another file has been opened and closed, the kernel's last RELEASE has been served.
     drop(files);
 }
 
-/// Messages in the place of the kernel's.
+/// Messages in place of the kernel's.
 fn messages(kept: &mut Kept, input: &mut Input) {
     let (count, first) = (input.u8() % 4, kept.next);
     kept.next += 8;
@@ -180,7 +181,7 @@ fn messages(kept: &mut Kept, input: &mut Input) {
             }
         }
     }
-    // Each node is given back, however often it was opened.
+    // Release each node, however often it was opened.
     for n in 0..u64::from(count) {
         while !kept.talking.is_forgotten(first + n) {
             for nodeid in [2 * (first + n), 2 * (first + n) + 1] {

@@ -1,4 +1,4 @@
-//! Requests, from bytes to the call of a file system that takes everything and back to a reply.
+//! Requests: from bytes to a call of a file system that accepts everything, and back to a reply.
 #![no_main]
 
 use std::cell::RefCell;
@@ -15,7 +15,7 @@ use thruway::fuse::{Reply, Server, Transport, Work};
 use thruway_fuzz::{Here, Input};
 use zerocopy::{FromBytes, IntoBytes};
 
-/// Looks at every byte that it is given, and says yes; to odd numbers of files it says no.
+/// A file system that reads every byte it is given. It succeeds, except for every fifth nodeid.
 struct Anything;
 
 fn ask(node: u64) -> Result<()> {
@@ -151,7 +151,7 @@ impl Files for Anything {
     fn write(&self, node: u64, write: &WriteIn, from: &IoRange) -> Result<usize> {
         assert_eq!(from.len(), write.size as usize);
         for slice in from.as_slice() {
-            // SAFETY: it is a part of the input's copy.
+            // SAFETY: the slice is a part of the input's copy.
             look(unsafe { std::slice::from_raw_parts(slice.iov_base.cast(), slice.iov_len) });
         }
         ask(node).map(|()| from.len())
@@ -283,7 +283,7 @@ thread_local! {
     });
 }
 
-/// Serves one request, its readable part cut at these places, with so much room. Returns the reply.
+/// Serves one request. Its readable part is cut at `cuts`, and the reply has `room` bytes. Returns the reply.
 fn serve(kept: &mut Kept, cuts: [u8; 2], room: usize, (crowded, may_wait): (bool, bool)) {
     let Kept { server, work, request, reply } = kept;
     let (base, len) = (request.as_mut_ptr(), request.len());
@@ -292,7 +292,7 @@ fn serve(kept: &mut Kept, cuts: [u8; 2], room: usize, (crowded, may_wait): (bool
     work.readable.clear();
     work.writable.clear();
     for (from, to) in [(0, cuts[0]), (cuts[0], cuts[1]), (cuts[1], len)] {
-        // SAFETY: both buffers are left alone until the lists are cleared again.
+        // SAFETY: nothing else uses either buffer until the lists are cleared.
         unsafe { work.readable.push(base.wrapping_add(from), to - from, true) };
     }
     let (first, rest) = (room.min(7), room - room.min(7));
@@ -348,7 +348,7 @@ fuzz_target!(|bytes: &[u8]| {
         kept.request.clear();
         kept.request.extend(input.0);
         if how & 4 == 0 && kept.request.len() >= 40 {
-            // A header that leads further than most.
+            // A header that gets far into the parser.
             let len = kept.request.len() as u32;
             kept.request[..4].copy_from_slice(&len.to_le_bytes());
             let opcode = u32::from(kept.request[4] % 56);

@@ -1,4 +1,4 @@
-//! A queue's worker while another thread rewrites the rings, the descriptors and the requests under it.
+//! A queue's worker, while another thread rewrites its rings, descriptors and requests.
 #![no_main]
 
 use std::cell::RefCell;
@@ -21,13 +21,13 @@ const SIZE: u16 = 16;
 const DESCRIPTORS: u64 = 0;
 const AVAILABLE: u64 = 0x400;
 const USED: u64 = 0x800;
-/// What an input says of memory begins here, so that it is all the rings and the first requests.
+/// Size of guest memory, in bytes: small, so that an input's changes hit the rings and the first requests.
 const LEN: u64 = 0x4000;
 
-/// Rounds of the other thread: more than a worker takes for what an input offers.
+/// Rounds of the other thread: it must run for longer than the worker needs for an input.
 const ROUNDS: usize = 8;
 
-/// Answers in each way that there is, as the request says.
+/// Replies in any of the possible ways; the request chooses.
 #[derive(Default)]
 struct Any(Mutex<Vec<WayBack>>);
 
@@ -43,11 +43,11 @@ impl Handler for Any {
             1 => {}
             2 | 3 => {
                 let wait = [Wait::Others, Wait::Lock, Wait::Host][usize::from(head[2] % 3)];
-                // Too many may wait.
+                // Fails if too many requests wait.
                 let _ = from.run(wait, Box::new(move |back, _| back(vec![1; usize::from(head[1])])));
             }
             4 => from.detach()(vec![3; usize::from(head[1])]),
-            // It is kept until the other thread, or the end, lets it go.
+            // The reply is kept until the other thread, or the end of the input, drops it.
             5 => self.0.lock().unwrap().push(from.detach()),
             6 => return room,
             _ => return usize::MAX,
@@ -75,7 +75,7 @@ struct Kept {
 
 impl Kept {
     fn new() -> Self {
-        // Two regions that touch, the rings in the first.
+        // Two adjacent regions. The rings are in the first one.
         let region = |addr| GuestRegionMmap::new(MmapRegion::<RegionState>::new(0x2000).unwrap(), GuestAddress(addr));
         let mem = MemoryAtomic::new(Memory::from_regions(vec![region(0).unwrap(), region(0x2000).unwrap()]).unwrap());
         let (jobs, work) = sync_channel::<(Vec<Write>, Arc<Any>)>(1);
@@ -134,7 +134,7 @@ fuzz_target!(|bytes: &[u8]| {
         let mem = kept.workers.mem.memory();
         mem.write_slice(&[0; LEN as usize], GuestAddress(0)).unwrap();
         let (how, offered) = (input.u8(), input.u8());
-        // Chains of a request and room for its answer, which the input then changes.
+        // Chains of a request and room for its reply. The input then changes them.
         for n in 0..u64::from(SIZE) / 2 {
             let mut chain = Vec::new();
             for (addr, len, flags) in [(0x1000 + n * 128, 64u32, 1u16), (0x3000 + n * 64, 64, 2)] {
@@ -161,7 +161,7 @@ fuzz_target!(|bytes: &[u8]| {
         kept.jobs.send((writes(&mut input, 16), kept.workers.service.handler.clone())).unwrap();
         kept.workers.drain(&ring.0, 1);
         if how & 2 != 0 {
-            // The virtual machine is paused and goes on, or the driver begins anew.
+            // The VM is paused and resumed, or the driver starts again.
             ring.set_queue_ready(false);
             let at = if how & 4 != 0 { ring.queue_next_avail() } else { 0 };
             ring.set_queue_next_avail(at);

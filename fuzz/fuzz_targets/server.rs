@@ -1,4 +1,5 @@
-//! The whole server over a real directory: sequences of requests. Nothing outside of the share is read or changed.
+//! The whole server with a real directory. It serves sequences of requests, and must not read or change anything
+//! outside the share.
 #![no_main]
 
 use std::cell::RefCell;
@@ -80,7 +81,7 @@ fn name(input: &mut Input) -> Vec<u8> {
     }
 }
 
-/// What the guest was told of.
+/// The nodeids and handles that the guest has.
 struct Known {
     nodes: Vec<u64>,
     handles: Vec<u64>,
@@ -108,7 +109,7 @@ fn id(input: &mut Input) -> u32 {
     [0, 0, 0, 1000, 1, 65534, u32::MAX, u32::MAX - 1][usize::from(input.u8() % 8)]
 }
 
-/// A mode with a type that is mostly one.
+/// A mode whose file type is mostly valid.
 fn mode(input: &mut Input) -> u32 {
     let kinds =
         [libc::S_IFREG, libc::S_IFIFO, libc::S_IFCHR, libc::S_IFBLK, libc::S_IFSOCK, libc::S_IFDIR, 0, 0o170000];
@@ -116,7 +117,7 @@ fn mode(input: &mut Input) -> u32 {
     kinds[usize::from(bits >> 12) % 8] | u32::from(bits & 0o7777)
 }
 
-/// Arguments of a request: the structure, and names and data that follow.
+/// The arguments of a request: its structure, then names and data.
 fn arguments(opcode: Opcode, input: &mut Input, known: &Known) -> Vec<Vec<u8>> {
     fn one(value: impl IntoBytes + zerocopy::Immutable) -> Vec<u8> {
         value.as_bytes().to_vec()

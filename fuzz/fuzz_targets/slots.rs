@@ -1,5 +1,5 @@
-//! Both windows: a guest, a host that changes files, and a frontend that takes note. What the table tells the guest is
-//! mapped where it says, and no store there can fail.
+//! Both windows, with a guest, a host that changes files, and a frontend that records mappings. Each live entry of the
+//! table must be mapped where it says, and no store there may fail.
 #![no_main]
 
 use std::cell::RefCell;
@@ -22,17 +22,17 @@ const NODES: u64 = 6;
 const SLOTS: usize = 4;
 const DAX: u64 = 4 * RANGE;
 const PASSTHROUGH: u64 = 12 * RANGE;
-/// Where in the table the acknowledgements begin.
+/// Offset of the acknowledgements in the table.
 const ACKS: usize = 4096 * 64;
 const LEN: usize = 2 << 20;
-/// The table's entries that are used first.
+/// The entries that the daemon uses first.
 const INDICES: std::ops::Range<u32> = 4084..4096;
 
-/// What is mapped by region and offset: length, the proxy file.
+/// The mappings, by region and offset: length and proxy file.
 #[derive(Default)]
 struct Mapped(Mutex<HashMap<(u8, u64), (u64, Standing)>>, Mutex<u8>);
 
-/// Which file a descriptor stands for, and by which number.
+/// The file behind a descriptor, and its number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Standing {
     id: u64,
@@ -40,7 +40,7 @@ struct Standing {
     kind: Kind,
 }
 
-/// By descriptor.
+/// Files by descriptor.
 #[derive(Default)]
 struct Standings(Mutex<HashMap<i32, Standing>>);
 
@@ -66,7 +66,7 @@ impl Frontend for Vmm {
     fn map(&self, mapping: &Mapping) -> io::Result<()> {
         let Mapping { region, at, len, file, .. } = *mapping;
         let size = [DAX, PASSTHROUGH - RANGE, RANGE][usize::from(region)];
-        assert!(len > 0 && at % RANGE == 0 && len % RANGE == 0 && at + len <= size, "a mapping outside of its region");
+        assert!(len > 0 && at % RANGE == 0 && len % RANGE == 0 && at + len <= size, "a mapping outside its region");
         let mut fail = self.0.1.lock().unwrap();
         if *fail > 0 && region == 1 {
             *fail -= 1;
@@ -76,7 +76,7 @@ impl Frontend for Vmm {
         let overlaps = |(place, (length, _)): (&(u8, u64), &(u64, Standing))| {
             place.0 == region && place.1 < at + len && at < place.1 + length
         };
-        assert!(!mapped.iter().any(overlaps), "two mappings in one place");
+        assert!(!mapped.iter().any(overlaps), "two mappings overlap");
         mapped.insert((region, at), (len, self.1.of(file)));
         Ok(())
     }
@@ -139,7 +139,7 @@ impl Kept {
         let rig = Rig::new(DAX, settings, files.clone()).unwrap();
         let mapped: Arc<Mapped> = Arc::default();
         let file = rig.table().file().unwrap();
-        // SAFETY: the kernel chooses where.
+        // SAFETY: the kernel chooses the address.
         let table = unsafe {
             mmap(std::ptr::null_mut(), LEN, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, file, 0).unwrap()
         };
@@ -155,7 +155,7 @@ impl Kept {
     }
 
     fn acknowledge(&self, index: u32, generation: u32) {
-        // SAFETY: within the mapping, and aligned.
+        // SAFETY: the address is within the mapping and aligned.
         unsafe { self.table.add(ACKS + 4 * index as usize).cast::<u32>().write_volatile(generation.to_le()) }
     }
 
@@ -185,12 +185,12 @@ impl Kept {
         while self.rig.turn() {}
     }
 
-    /// What must be true whenever the mapper has nothing to do. `told`: all that happened to a file, the daemon knows.
+    /// Checks what must hold while the mapper is idle. `told`: for each file, whether the daemon knows all its changes.
     fn check(&self, told: &[bool]) {
         let mapped = self.mapped.0.lock().unwrap();
         let count = |region| mapped.keys().filter(|place| place.0 == region).count();
         assert_eq!(self.rig.live(), [0, 1, 2].map(count), "the count of live mappings");
-        assert!(count(1) <= SLOTS, "more slots than there may be");
+        assert!(count(1) <= SLOTS, "more slots than allowed");
         for index in INDICES {
             let entry = self.rig.table().entry(index);
             if !entry.state.is_live() {
@@ -204,15 +204,19 @@ impl Kept {
             }
             assert_eq!(entry.size, self.size(entry.nodeid), "the size of {}", entry.nodeid);
             if entry.state.is_writable() && entry.size > 0 {
-                // No block lies past the end here. (SEEK_HOLE takes blocks without data for holes.)
+                // Here no block lies past the end. (SEEK_HOLE would treat blocks without data as holes.)
                 let blocks = fstat(self.file(entry.nodeid)).unwrap().st_blocks as u64 * 512;
-                assert!(blocks >= entry.size, "a store may find no room: {blocks} of {} bytes have", entry.size);
+                assert!(
+                    blocks >= entry.size,
+                    "a store may find no space: {blocks} bytes of {} have blocks",
+                    entry.size
+                );
             }
         }
     }
 }
 
-/// Takes the answer of a job.
+/// Receives the reply of a job.
 #[derive(Clone, Default)]
 struct Answered<T = ()>(Arc<Mutex<Option<Result<T>>>>);
 
@@ -231,7 +235,7 @@ thread_local! {
     static KEPT: RefCell<Kept> = RefCell::new(Kept::new());
 }
 
-/// A length or an offset: mostly small, at times some slots long.
+/// A length or an offset: mostly small, sometimes a few slots.
 fn bytes_of(input: &mut Input) -> u64 {
     match input.u8() {
         n @ 0..128 => n.into(),
@@ -292,7 +296,7 @@ fuzz_target!(|bytes: &[u8]| {
                     let (size, blocks) = look().unwrap();
                     pass.saw(node, size, blocks, look);
                 }
-                // The host, and then what the daemon is told of it.
+                // The host changes a file, then the daemon gets the event.
                 9 => {
                     ftruncate(kept.file(node), bytes_of(&mut input)).unwrap();
                     told[at] = false;
@@ -346,11 +350,11 @@ fuzz_target!(|bytes: &[u8]| {
         }
         kept.drain();
         kept.check(&told);
-        assert!(asked.iter().all(|answer| answer.take().is_some()), "an open that nobody answers");
+        assert!(asked.iter().all(|answer| answer.take().is_some()), "an open without a reply");
         *kept.mapped.1.lock().unwrap() = 0;
         kept.rig.window.disconnect();
         kept.drain();
-        // Without a frontend nothing is taken back, and nothing is counted.
+        // Without a frontend no mapping is revoked, and none is counted.
         assert_eq!(kept.rig.live(), [0; 3]);
         kept.mapped.0.lock().unwrap().clear();
         kept.files.0.0.lock().unwrap().clear();

@@ -1,4 +1,4 @@
-//! The bytes of a migrated session: what is taken is safe, and survives another migration.
+//! Decodes a migrated session. An accepted session is safe, and survives another migration.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

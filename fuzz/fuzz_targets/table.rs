@@ -1,4 +1,4 @@
-//! The backing table: what the guest sees of it, against a model.
+//! Compares the guest's view of the backing table with a model.
 #![no_main]
 
 use std::cell::RefCell;
@@ -13,7 +13,7 @@ const LEN: usize = 2 << 20;
 const ENTRIES: u32 = 4096;
 const ACKS: usize = 4096 * 64;
 
-/// Each state and its flags in docs/protocol.md.
+/// Each state, with its flags in docs/protocol.md.
 const STATES: [(EntryState, u32); 6] = [
     (EntryState::Free, 0),
     (EntryState::Live { writable: false }, 1),
@@ -23,16 +23,17 @@ const STATES: [(EntryState, u32); 6] = [
     (EntryState::Gone, 4),
 ];
 
-const CHANGES: [Change; 5] =
-    [Change::Map, Change::AllowStores, Change::Revoke, Change::Withdraw, Change::Release];
+const CHANGES: [Change; 5] = [Change::Map, Change::AllowStores, Change::Revoke, Change::Withdraw, Change::Release];
 
-/// What the guest may find in place of `before`: a live slot is never taken away or moved without a revocation.
+/// Whether the guest may see `after` in place of `before`. A live slot is never removed or moved without a revocation.
 fn is_legal(before: Entry, after: Entry) -> bool {
     let same_slot = (before.offset, before.length, before.generation) == (after.offset, after.length, after.generation);
     match (before.state, after.state) {
         (EntryState::Live { writable }, EntryState::Live { writable: now }) => same_slot && now >= writable,
         (EntryState::Live { writable }, EntryState::Revoking { writable: now }) => same_slot && now == writable,
-        (EntryState::Live { .. }, EntryState::Gone) | (_, EntryState::Revoking { .. }) => same_slot && before.state == after.state,
+        (EntryState::Live { .. }, EntryState::Gone) | (_, EntryState::Revoking { .. }) => {
+            same_slot && before.state == after.state
+        }
         (_, EntryState::Live { .. }) => after.generation == before.generation.wrapping_add(1).max(1),
         (_, EntryState::Gone) => (after.offset, after.length) == (0, 0) && after.generation == before.generation,
         (_, EntryState::Free) => same_slot,
@@ -43,7 +44,7 @@ struct Kept {
     table: Table,
     /// The guest's mapping of the table.
     guest: *mut u8,
-    /// By index.
+    /// Entries and acknowledgements, by index.
     model: Vec<(Entry, u32)>,
     revocations: u32,
 }
@@ -52,7 +53,7 @@ impl Kept {
     fn new() -> Self {
         let table = Table::new().unwrap();
         let file = table.file().unwrap();
-        // SAFETY: the kernel chooses where.
+        // SAFETY: the kernel chooses the address.
         let guest = unsafe {
             mmap(std::ptr::null_mut(), LEN, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, file, 0).unwrap()
         };
@@ -63,7 +64,7 @@ impl Kept {
 
     fn word(&self, at: usize) -> u32 {
         assert!(at + 4 <= LEN);
-        // SAFETY: in the mapping, and aligned.
+        // SAFETY: the address is in the mapping and aligned.
         u32::from_le(unsafe { self.guest.add(at).cast::<u32>().read_volatile() })
     }
 
@@ -122,7 +123,7 @@ fuzz_target!(|bytes: &[u8]| {
             let what = input.u8();
             let index = 1 + u32::from(what >> 4) * 272;
             match what & 15 {
-                // The guest writes what it likes.
+                // The guest writes anything.
                 0..=2 => {
                     let at = [index as usize * 64, ACKS + 4 * index as usize, 24][usize::from(what & 3)];
                     let value = input.u32();
@@ -159,12 +160,12 @@ fuzz_target!(|bytes: &[u8]| {
                 n => {
                     let before = kept.model[index as usize].0;
                     let done = kept.update(index, |line| line.step(CHANGES[usize::from(n) % 5]));
-                    assert!(done.is_ok() || kept.model[index as usize].0 == before, "a refused change");
+                    assert!(done.is_ok() || kept.model[index as usize].0 == before, "a refused change took effect");
                 }
             }
             touched.insert(index);
         }
-        // The next input finds free entries again. A guest's bytes are gone when the entry is written.
+        // Free the entries for the next input. Writing an entry overwrites the guest's bytes.
         for index in touched {
             kept.update(index, |line| {
                 line.step(Change::Release).unwrap();

@@ -1,5 +1,5 @@
-//! A hostile frontend: vhost-user messages in any order, with descriptors of any kind. The daemon ends the connection
-//! or serves on; it leaves nothing behind.
+//! A hostile frontend: vhost-user messages in any order, with descriptors of any kind. The daemon must either end the
+//! connection or continue to serve, and leave nothing behind.
 #![no_main]
 
 use std::cell::RefCell;
@@ -23,7 +23,7 @@ use thruway::fuse::ops::Wait;
 use thruway::fuse::{Transport, Work};
 use thruway_fuzz::Input;
 
-/// Serves requests somehow, and takes any session.
+/// Replies to every request, and loads any session.
 struct Any;
 
 impl Handler for Any {
@@ -48,11 +48,11 @@ impl Handler for Any {
 }
 
 const MEMORY: u64 = 0x10000;
-/// Where the frontend says that it has the guest's memory.
+/// The address at which the frontend claims to have the guest's memory.
 const USER: u64 = 0x7000_0000_0000;
 
 thread_local! {
-    /// The guest's memory; its rings are empty at first.
+    /// The guest's memory. Its rings are empty at first.
     static KEPT: RefCell<OwnedFd> = RefCell::new(memory());
 }
 
@@ -84,7 +84,7 @@ fn halves(values: &[u32]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 
-/// A descriptor of some kind. What can be waited for without an end is not among those that a state can come from.
+/// A descriptor of any kind. For `is_state`, only kinds from which a read ends.
 fn descriptor(input: &mut Input, guest: &OwnedFd, kept: &mut Vec<OwnedFd>, is_state: bool) -> Option<OwnedFd> {
     let file = |path: &str| File::open(path).unwrap().into();
     Some(match input.u8() % 10 {
@@ -108,7 +108,7 @@ fn descriptor(input: &mut Input, guest: &OwnedFd, kept: &mut Vec<OwnedFd>, is_st
     })
 }
 
-/// One message: its number, its payload, its descriptors.
+/// One message: its number, payload and descriptors.
 fn message(input: &mut Input, guest: &OwnedFd, kept: &mut Vec<OwnedFd>) -> (u32, Vec<u8>, Vec<OwnedFd>) {
     let request = u32::from(input.u8() % 46);
     let index = |input: &mut Input| u32::from(input.u8() % 5);
@@ -159,7 +159,7 @@ fn message(input: &mut Input, guest: &OwnedFd, kept: &mut Vec<OwnedFd>) -> (u32,
     };
     let count = if input.u8() % 16 == 0 { input.u8() % 12 } else { count };
     if request == 6 {
-        // A log that is shorter than it is said to be is a SIGBUS for the daemon, which only its own frontend can send.
+        // A log that is shorter than announced would end the daemon with SIGBUS. Only its own frontend can do that.
         let log = memfd_create("log", MemfdFlags::CLOEXEC).unwrap();
         ftruncate(&log, 1 << 62).unwrap();
         return (request, payload, vec![log]);
@@ -186,7 +186,7 @@ fuzz_target!(|bytes: &[u8]| {
         let mut stream = UnixStream::connect_addr(&address).unwrap();
         let mut kept: Vec<OwnedFd> = Vec::new();
         if how & 2 == 0 {
-            // As far as a good frontend gets before its queues.
+            // The messages of a good frontend, up to its queues.
             for request in [3, 1, 15] {
                 send(&stream, request, 1, None, &[], &[]);
             }
@@ -226,7 +226,7 @@ fuzz_target!(|bytes: &[u8]| {
         let _ = stream.read_to_end(&mut Vec::new());
         let _ = daemon.join().unwrap();
         drop((stream, kept));
-        // The thread of a state ends when its pipe does.
+        // The thread that transfers a state ends when its pipe closes.
         let start = Instant::now();
         while open_descriptors() > before {
             assert!(start.elapsed() < Duration::from_secs(60), "descriptors are left: {}", open_descriptors() - before);

@@ -1,4 +1,4 @@
-//! What the targets share: reading an input bit by bit.
+//! Shared parts of the targets: reading an input piece by piece.
 
 pub mod share;
 
@@ -8,12 +8,12 @@ use thruway::fuse::buf::IoRange;
 use thruway::fuse::ops::{Result, Wait};
 use thruway::fuse::{Io, Job, Transport, WayBack};
 
-/// Takes note of what a request wants from another thread, and of a late reply.
+/// Records what a request wants from another thread, and late replies.
 #[derive(Default)]
 pub struct Here {
     pub crowded: bool,
     pub may_wait: bool,
-    /// It wants somebody else to move its data.
+    /// The request wants another thread to move its data.
     pub io: bool,
     pub job: Option<(Wait, Job)>,
     pub late: Arc<Mutex<Option<Vec<u8>>>>,
@@ -47,7 +47,7 @@ impl Transport for Here {
     }
 }
 
-/// The bytes of an input that are left. What reads past the end gets zeros.
+/// The remaining bytes of an input. Reads past the end return zeroes.
 pub struct Input<'a>(pub &'a [u8]);
 
 impl<'a> Input<'a> {
@@ -79,14 +79,14 @@ impl<'a> Input<'a> {
         u64::from_le_bytes(self.array())
     }
 
-    /// At most so many of the bytes that are left.
+    /// The next bytes, at most `most`.
     pub fn bytes(&mut self, most: usize) -> &'a [u8] {
         let (bytes, rest) = self.0.split_at(most.min(self.0.len()));
         self.0 = rest;
         bytes
     }
 
-    /// A number that is small, near a border, or any.
+    /// A number: small, near a limit, or any.
     pub fn number(&mut self) -> u64 {
         match self.u8() {
             n @ 0..=0x7f => n.into(),

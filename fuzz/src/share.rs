@@ -1,4 +1,4 @@
-//! A share on a small tmpfs of its own, beside files that no guest may reach.
+//! A share on its own small tmpfs, beside files that no guest may reach.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -19,7 +19,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use super::Here;
 
-/// In each file outside of the share; a reply must not have it.
+/// The content of each file outside the share. No reply may contain it.
 pub const SECRET: &[u8] = b"canary: not for the guest";
 
 pub struct Share {
@@ -30,18 +30,18 @@ pub struct Share {
 }
 
 impl Share {
-    /// Mounts the tmpfs. Root only: nobody else can make what a guest's root makes.
+    /// Mounts the tmpfs. Needs root, to make the files that a guest's root makes.
     ///
     /// # Panics
-    /// If it cannot.
+    /// If a system call fails.
     pub fn new() -> Self {
         assert!(geteuid().is_root(), "this target needs root: run it as root, in a container or a virtual machine");
-        // SAFETY: the other threads of libFuzzer open no paths that matter.
+        // SAFETY: libFuzzer's other threads do not open paths that this changes.
         unsafe { unshare_unsafe(UnshareFlags::NEWNS) }.expect("a mount namespace");
         mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC).expect("private mounts");
         let base = std::env::temp_dir().join(format!("thruway-fuzz-{}", getpid()));
         fs::create_dir_all(&base).unwrap();
-        // No device that a guest makes is one here.
+        // A device node that a guest makes must not work here.
         let flags = MountFlags::NODEV | MountFlags::NOSUID | MountFlags::NOEXEC;
         mount("fuzz", &base, "tmpfs", flags, Some(c"size=8m,nr_inodes=600,mode=755")).expect("a tmpfs");
         let mut share = Self { base, outside: BTreeMap::new(), has: capabilities(None).unwrap().effective };
@@ -58,7 +58,7 @@ impl Share {
         self.base.join("share")
     }
 
-    /// Makes the share anew.
+    /// Empties the share and fills it again.
     pub fn fill(&self) {
         let dir = self.dir();
         if dir.exists() {
@@ -76,7 +76,7 @@ impl Share {
         symlink(self.base.join("canary"), dir.join("la")).unwrap();
     }
 
-    /// All that is not in the share, as it is.
+    /// The state of everything outside the share.
     fn look(&self) -> BTreeMap<PathBuf, String> {
         let mut found = BTreeMap::new();
         let mut left = vec![self.base.clone()];
@@ -86,7 +86,7 @@ impl Share {
                 true => fs::read(&path).unwrap(),
                 false => Vec::new(),
             };
-            // The base's own times change when the share is made.
+            // Refilling the share changes the base's own times.
             let times = (path != self.base).then(|| (st.mtime(), st.mtime_nsec(), st.ctime(), st.ctime_nsec()));
             let facts = (st.ino(), st.mode(), st.uid(), st.gid(), st.nlink(), st.size(), times);
             if st.is_dir() {
@@ -99,13 +99,13 @@ impl Share {
     }
 
     /// # Panics
-    /// If anything outside of the share is not as it was, or this thread is somebody else.
+    /// If anything outside the share has changed, or this thread's identity or capabilities have.
     pub fn check(&self) {
-        assert!(geteuid().is_root() && getegid().is_root(), "the worker is somebody else");
-        // It drops this one where set-id bits are to go.
+        assert!(geteuid().is_root() && getegid().is_root(), "the worker has another identity");
+        // The worker drops this one to clear set-id bits.
         let has = capabilities(None).unwrap().effective | CapabilitySet::FSETID;
-        assert_eq!(has, self.has | CapabilitySet::FSETID, "the worker may do more or less than before");
-        assert_eq!(self.look(), self.outside, "something outside of the share was touched");
+        assert_eq!(has, self.has | CapabilitySet::FSETID, "the worker's capabilities have changed");
+        assert_eq!(self.look(), self.outside, "something outside the share has changed");
     }
 
     pub fn server(&self, config: Config) -> Server<PassthroughFs> {
@@ -125,7 +125,7 @@ fn clear(dir: &Path) {
             fs::remove_file(&path).unwrap();
         }
     }
-    // The xattrs of the share itself stay where they are few.
+    // A few xattrs of the share itself may stay.
 }
 
 /// A guest without a virtqueue.
@@ -148,10 +148,10 @@ impl Guest {
         let _ = self.call(Opcode::Init as u32, 0, (0, 0), &[init.as_bytes()]);
     }
 
-    /// Sends a request: the reply's body, or the errno. What waits for others is not waited for: EINPROGRESS.
+    /// Sends a request. Returns the reply's body or its errno; EINPROGRESS if the reply comes later.
     ///
     /// # Panics
-    /// If the reply is no reply, or tells what it must not.
+    /// If the reply is malformed, or contains data from outside the share.
     pub fn call(&mut self, opcode: u32, nodeid: u64, (uid, gid): (u32, u32), parts: &[&[u8]]) -> Result<&[u8], i32> {
         self.unique += 2;
         self.request.clear();
@@ -162,7 +162,7 @@ impl Guest {
         self.work.readable.clear();
         self.work.writable.clear();
         self.reply[16..].fill(0);
-        // SAFETY: both buffers are left alone until the request is served.
+        // SAFETY: nothing else uses either buffer until the request is served.
         unsafe {
             self.work.readable.push(self.request.as_mut_ptr(), self.request.len(), true);
             self.work.writable.push(self.reply.as_mut_ptr(), self.reply.len(), true);
@@ -188,7 +188,7 @@ impl Guest {
         let (header, body) = OutHeader::ref_from_prefix(reply).unwrap();
         assert!(header.unique == self.unique && header.len as usize >= reply.len());
         assert!((-4095..=0).contains(&header.error));
-        assert!(!body.windows(SECRET.len()).any(|part| part == SECRET), "a reply tells what is outside of the share");
+        assert!(!body.windows(SECRET.len()).any(|part| part == SECRET), "a reply contains data from outside the share");
         if header.error == 0 { Ok(body) } else { Err(-header.error) }
     }
 }

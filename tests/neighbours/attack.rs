@@ -1,4 +1,4 @@
-//! What the hostile guest does: each attack is a step that is taken again and again.
+//! The attacks of the hostile guest. Each is a step that is repeated.
 
 use std::io::Write;
 use std::os::fd::AsFd;
@@ -13,9 +13,9 @@ use virtio_queue::desc::split::Descriptor;
 use vm_memory::{Bytes, GuestAddress};
 use zerocopy::{FromBytes, IntoBytes};
 
-/// For what may never be answered, as the queue may have ended.
+/// Timeout for requests that may get no reply, because the queue may have stopped.
 const SHORT: Duration = Duration::from_millis(20);
-/// For what is answered, however slow the machine.
+/// Timeout for requests that get a reply even on a slow machine.
 const LONG: Duration = Duration::from_secs(60);
 
 const NEXT: u16 = 1;
@@ -25,7 +25,7 @@ const WRITE: u16 = 2;
 pub type Attack = (&'static str, fn(&mut Hostile));
 
 pub const ATTACKS: &[Attack] = &[
-    ("one head offered again and again", one_head_again_and_again),
+    ("one head offered again and again", the_same_head_repeatedly),
     ("heads and indices out of range", heads_out_of_range),
     ("chains that loop or lead nowhere", bad_chains),
     ("requests of random bytes", random_requests),
@@ -48,13 +48,13 @@ pub const ATTACKS: &[Attack] = &[
 
 pub struct Hostile {
     guest: Frontend,
-    /// Its shared memory regions, as long as they are to be mapped.
+    /// Its shared memory regions. They stay mapped until this is dropped.
     _window: Option<Window>,
     dir: u64,
     path: PathBuf,
     steps: u64,
     random: fastrand::Rng,
-    /// (nodeid, fh) of what an attack keeps open.
+    /// (nodeid, fh) of the files that an attack keeps open.
     open: Vec<(u64, u64)>,
 }
 
@@ -82,7 +82,7 @@ impl Hostile {
         Ok(EntryOut::read_from_bytes(&entry).unwrap().nodeid)
     }
 
-    /// Makes a file, and opens it.
+    /// Creates and opens a file.
     fn create(&self, name: &str) -> Result<(u64, u64), i32> {
         let args = CreateIn { flags: libc::O_RDWR as u32, mode: 0o600, ..Default::default() };
         let body = [args.as_bytes(), name.as_bytes(), b"\0"].concat();
@@ -97,7 +97,7 @@ impl Hostile {
         Ok(OpenOut::read_from_bytes(&open).unwrap().fh)
     }
 
-    /// A file of the host's in the guest's directory, of this many bytes.
+    /// The host makes a file of `len` bytes in the guest's directory; the guest opens it.
     fn file(&mut self, len: u64) -> (u64, u64) {
         if let Some(open) = self.open.first() {
             return *open;
@@ -114,7 +114,7 @@ impl Hostile {
         (node, fh)
     }
 
-    /// Makes a request available; `None` if the queue has no room.
+    /// Makes a request available. `None` if the queue is full.
     fn send(&self, queue: usize, opcode: Opcode, node: u64, body: &[u8], rooms: &[usize]) -> Option<Token> {
         let (_, head) = self.guest.header(opcode as u32, node, body.len());
         self.guest.submit(queue, &[&[&head, body].concat()], &[&[16], rooms].concat()).ok()
@@ -122,11 +122,11 @@ impl Hostile {
 
     fn finish(&self, queue: usize, sent: Vec<Option<Token>>) {
         for token in sent.into_iter().flatten() {
-            self.guest.wait_for(queue, token, LONG).expect("an answer to each request");
+            self.guest.wait_for(queue, token, LONG).expect("a reply to each request");
         }
     }
 
-    /// Begins anew after the device may have ended the queue.
+    /// Resets the device, which may have stopped the queue.
     fn reset(&mut self) {
         self.guest.reset_device().unwrap();
         self.guest.fuse_init(u64::MAX).unwrap();
@@ -134,7 +134,7 @@ impl Hostile {
         self.open.clear();
     }
 
-    /// A chain of (address, length, flags) that stays where it is; its head.
+    /// Writes a chain of (address, length, flags) that is not freed. Returns its head.
     fn chain(&self, parts: &[(u64, u32, u16)], last: Option<usize>) -> u16 {
         let indices = self.guest.take_descriptors(1, parts.len()).unwrap();
         for (n, &(addr, len, flags)) in parts.iter().enumerate() {
@@ -146,7 +146,7 @@ impl Hostile {
         indices[0]
     }
 
-    /// A request in memory, with room for its reply; the addresses of both.
+    /// Writes a request to memory, with room for its reply. Returns both addresses.
     fn written(&self, opcode: Opcode, node: u64, body: &[u8]) -> (u64, u64) {
         let at = self.guest.alloc(1, 8192).unwrap();
         let (_, head) = self.guest.header(opcode as u32, node, body.len());
@@ -160,7 +160,7 @@ fn lock(fh: u64, owner: u64, start: u64, end: u64, kind: i32) -> LkIn {
     LkIn { fh, owner, lk, ..Default::default() }
 }
 
-fn one_head_again_and_again(hostile: &mut Hostile) {
+fn the_same_head_repeatedly(hostile: &mut Hostile) {
     hostile.reset();
     let (node, fh) = hostile.file(4096);
     let other = hostile.open(node).unwrap();
@@ -173,10 +173,10 @@ fn one_head_again_and_again(hostile: &mut Hostile) {
         hostile.guest.offer(1, &[head; 256]).unwrap();
         hostile.guest.kick(1).unwrap();
     }
-    // If the queue lives, this is answered; if it has ended, nothing is.
+    // A queue that runs replies to this; one that has stopped does not.
     let ping = hostile.send(1, Opcode::Getattr, ROOT_ID, GetattrIn::default().as_bytes(), &[size_of::<AttrOut>()]);
     let _ = ping.map(|ping| hostile.guest.wait_for(1, ping, SHORT));
-    // The other queue serves on.
+    // The other queue still works.
     hostile.guest.request(2, Opcode::Statfs as u32, ROOT_ID, &[], &[], size_of::<StatfsOut>()).unwrap();
 }
 
@@ -186,7 +186,7 @@ fn heads_out_of_range(hostile: &mut Hostile) {
         0 => hostile.guest.offer(1, &[1024, u16::MAX]).unwrap(),
         1 => hostile.guest.offer(1, &[u16::MAX; 512]).unwrap(),
         _ => {
-            // 40,000 chains that are not there.
+            // Announce 40,000 chains that do not exist.
             let at = GuestAddress(hostile.guest.layout(1).available + 2);
             hostile.guest.memory().store(40_000_u16, at, Ordering::Release).unwrap();
         }
@@ -225,8 +225,7 @@ fn random_requests(hostile: &mut Hostile) {
             body[..8].copy_from_slice(&fh.to_le_bytes());
         }
         let node = *hostile.random.choice(&[0, ROOT_ID, hostile.dir, hostile.dir + 1, u64::MAX]).unwrap();
-        // SETLKW may wait for ever; INIT and DESTROY have an attack of their own; what the root may do to attributes of the
-        // share's root would be its right, and SETATTR of a random mode is.
+        // SETLKW may wait without end. INIT and DESTROY have their own attack.
         let not =
             [Opcode::Setlkw, Opcode::Init, Opcode::Destroy, Opcode::Forget, Opcode::BatchForget, Opcode::Interrupt];
         if not.iter().any(|not| *not as u32 == opcode) {
@@ -292,7 +291,7 @@ fn copies(hostile: &mut Hostile) {
     };
     let send = |n| hostile.send(1, Opcode::CopyFileRange, node, args(n).as_bytes(), &[size_of::<WriteOut>()]);
     let _sent: Vec<_> = (0..200).map(send).collect();
-    // A reset ends them.
+    // A reset ends the waiting requests.
     hostile.reset();
     std::fs::File::create(hostile.path.join("file")).unwrap();
 }
@@ -304,7 +303,7 @@ fn lock_waiters(hostile: &mut Hostile) {
     hostile.call(Opcode::Setlk, node, whole(fh, 1, libc::F_WRLCK).as_bytes(), 0).unwrap();
     let wait = |n: u64| hostile.send(1, Opcode::Setlkw, node, whole(other, n + 2, libc::F_WRLCK).as_bytes(), &[]);
     let _sent: Vec<_> = (0..900).map(wait).collect();
-    // Work that waits for a disk is done meanwhile.
+    // Meanwhile, send work that waits for a disk.
     let args = FsyncIn { fh, ..Default::default() };
     hostile.guest.request(2, Opcode::Fsync as u32, node, args.as_bytes(), &[], 0).unwrap();
     hostile.reset();
@@ -367,14 +366,14 @@ fn fifos(hostile: &mut Hostile) {
     let args = OpenIn { flags: libc::O_RDONLY as u32, open_flags: 0 };
     let _sent: Vec<_> =
         (0..300).map(|_| hostile.send(1, Opcode::Open, node, args.as_bytes(), &[size_of::<OpenOut>()])).collect();
-    // Its own queue serves on.
+    // The hostile guest's own queue still works.
     hostile.guest.request(1, Opcode::Statfs as u32, ROOT_ID, &[], &[], size_of::<StatfsOut>()).unwrap();
     hostile.reset();
 }
 
 fn fallocates(hostile: &mut Hostile) {
     let (node, fh) = hostile.file(1 << 20);
-    // FALLOC_FL_COLLAPSE_RANGE, INSERT_RANGE, UNSHARE_RANGE and some that are none.
+    // FALLOC_FL_COLLAPSE_RANGE, INSERT_RANGE, UNSHARE_RANGE, and modes that do not exist.
     for mode in [0x08, 0x20, 0x40, 0x80, 0x100, u32::MAX] {
         let args = FallocateIn { fh, length: 4096, mode, ..Default::default() };
         assert_eq!(hostile.call(Opcode::Fallocate, node, args.as_bytes(), 0), Err(libc::EOPNOTSUPP), "{mode:#x}");

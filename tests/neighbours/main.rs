@@ -1,12 +1,12 @@
-//! A hostile guest beside a good one: each attack of a list ([`attack`]) runs while another guest, with a daemon of its own,
-//! and the host work on the same share and check every byte.
+//! A hostile guest beside a good neighbour. While each attack ([`attack`]) runs, another guest with its own daemon, and
+//! the host, work on the same share and check every byte.
 //!
-//! What fails a run: a wrong byte, an error in the neighbour's work, a daemon that ends, or one that holds more memory,
-//! descriptors, threads or log than the limits allow. The table at the end also has the neighbour's p99 times, beside those
-//! without an attack. They decide nothing: `make neighbours` measures them with the release build.
+//! A run fails on a wrong byte, on an error in the neighbour's work, if a daemon ends, or if a daemon holds more
+//! memory, descriptors, threads or log than the limits allow. The table at the end also shows the neighbour's p99
+//! times, with and without the attack. The test does not judge these: `make neighbours` measures them with the release
+//! build.
 //!
-//! The hostile guest, its daemon and the other guest's each have what `sched_setaffinity(2)` gives them: where there are two
-//! CPUs, the neighbour has one to itself.
+//! `sched_setaffinity(2)` separates the guests: if there are two CPUs, the neighbour has one to itself.
 
 mod attack;
 
@@ -28,11 +28,12 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use attack::{ATTACKS, Hostile};
 
-/// The neighbour's rounds of work in a test, and in `make neighbours`: enough for a p99 of some hundred values above it.
+/// Rounds of the neighbour's work in a test, and in `make neighbours`: enough for a p99 with a few hundred values above
+/// it.
 const ROUNDS: u64 = 500;
 const MEASURED_ROUNDS: u64 = 20_000;
 
-/// Files that the neighbour and the host each work on in turn.
+/// Number of files that the neighbour and the host each work on in turn.
 const FILES: u64 = 8;
 const BLOCK: usize = 4096;
 
@@ -62,11 +63,11 @@ fn main() -> ExitCode {
 const HEADER: &str =
     "attack                               steps  p99 getattr  x     p99 read 4k  x     memory   fds   threads  log";
 
-/// What one attack came to.
+/// The result of one attack.
 struct Seen {
     name: String,
     steps: u64,
-    /// Of the neighbour, in µs.
+    /// The neighbour's p99 times, in µs.
     getattr: u64,
     read: u64,
     daemon: Use,
@@ -111,7 +112,7 @@ fn run(name: &str, attack: fn(&mut Hostile), rounds: u64) -> Seen {
     let (times, host, most) = thread::scope(|scope| {
         let (stop, share, cpus, watched) = (&stop, &share, &cpus, &daemon);
         let watch = scope.spawn(move || {
-            // To count 16,000 descriptors takes milliseconds, which are not the neighbour's.
+            // Counting 16,000 descriptors takes milliseconds. They must not slow the neighbour down.
             pin(cpus, 1);
             let mut most = Use::default();
             while !stop.load(Ordering::Relaxed) {
@@ -131,7 +132,7 @@ fn run(name: &str, attack: fn(&mut Hostile), rounds: u64) -> Seen {
         pin(cpus, 1);
         let attacked = catch_unwind(AssertUnwindSafe(|| {
             let mut hostile = Hostile::new(watched.connect(), share.join("hostile"));
-            // Each attack has a few turns even beside a quick neighbour.
+            // Take a few steps of each attack even if the neighbour is quick.
             while !works.is_finished() || steps < 3 {
                 attack(&mut hostile);
                 steps += 1;
@@ -166,7 +167,7 @@ fn run(name: &str, attack: fn(&mut Hostile), rounds: u64) -> Seen {
     Seen { name: name.to_owned(), steps, getattr: p99(&mut getattr), read: p99(&mut read), daemon: most, complaints }
 }
 
-/// Keeps the calling thread, and what it starts, on one CPU of these: the `n`th, as far as there is one.
+/// Pins the calling thread and its children to the `n`th of these CPUs, if there is one.
 fn pin(cpus: &CpuSet, n: usize) {
     let all: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|cpu| cpus.is_set(*cpu)).collect();
     let mut one = CpuSet::new();
@@ -178,7 +179,7 @@ fn pin_to(cpus: &CpuSet) {
     sched_setaffinity(None, cpus).unwrap();
 }
 
-/// A daemon with its default sandbox where it can have it.
+/// A daemon with its default sandbox, or without one if this process may not set it up.
 struct Daemon {
     child: Child,
     socket: PathBuf,
@@ -192,7 +193,7 @@ impl Daemon {
         let mut command = Command::new(env!("CARGO_BIN_EXE_thruwayd"));
         command.env_remove("RUST_LOG").args(["--sandbox", sandbox, "--posix-lock", "--flock", "--xattr"]);
         command.args(["--num-request-queues", "2"]);
-        // Without root there is a warning and no window.
+        // Without root the daemon warns and has no window.
         command.args(["--dax-window", "64M", "--passthrough-window", "64M"]);
         command.arg("--shared-dir").arg(dir.path().join("share")).arg("--socket-path").arg(&socket);
         let child = command.stdin(Stdio::null()).stderr(File::create(&log).unwrap()).spawn().unwrap();
@@ -205,9 +206,9 @@ impl Daemon {
         daemon
     }
 
-    /// A guest, and its shared memory regions where the daemon has them.
+    /// Connects a guest. It has shared memory regions if the daemon does.
     fn connect(&self) -> (Frontend, Option<Window>) {
-        // As a guest has it: 1024 descriptors. The memory is for the attacks' buffers.
+        // 1024 descriptors, as in a real guest. The memory is for the attacks' buffers.
         let options = Options { queues: 3, queue_size: 1024, mem_size: 96 << 20, ..Default::default() };
         let mut frontend = Frontend::connect(&self.socket, options).unwrap();
         let window = frontend.open_window().ok().filter(|window| window.size > 0);
@@ -215,11 +216,11 @@ impl Daemon {
         (frontend, window)
     }
 
-    /// The process that serves.
+    /// The process that serves the guest.
     fn server(&self) -> u32 {
         let id = self.child.id();
         let children = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap_or_default();
-        // The window process is the other child.
+        // The other child is the window process.
         children.split_whitespace().last().and_then(|child| child.parse().ok()).unwrap_or(id)
     }
 
@@ -239,13 +240,13 @@ impl Daemon {
         }
     }
 
-    /// The frontend is gone: the daemon ends, and says that all is well.
+    /// Waits for the daemon to end, now that its frontend has gone. Fails if its exit status is not 0.
     fn end(&mut self) -> Result<(), String> {
         let end = Instant::now() + PATIENCE;
         let status = loop {
             match self.child.try_wait().unwrap() {
                 Some(status) => break status,
-                None if Instant::now() > end => return Err("a daemon does not end".into()),
+                None if Instant::now() > end => return Err("a daemon did not end".into()),
                 None => thread::sleep(Duration::from_millis(2)),
             }
         };
@@ -265,7 +266,7 @@ impl Drop for Daemon {
     }
 }
 
-/// What a daemon uses of the host.
+/// The resources that a daemon uses.
 #[derive(Clone, Copy, Default)]
 struct Use {
     /// Bytes.
@@ -286,7 +287,7 @@ impl Use {
         }
     }
 
-    /// What is above the limits.
+    /// The resources above their limits.
     fn excess(&self) -> Vec<String> {
         let bounds = [
             ("bytes of memory", self.memory, limits::DAEMON_MEMORY),
@@ -298,8 +299,8 @@ impl Use {
     }
 }
 
-/// Bytes of log that no attack of a few minutes gets past: [`limits::LOG_BURST`] lines from each of some 20 places in each
-/// [`limits::LOG_PERIOD`].
+/// Limit of the log, in bytes, for an attack of a few minutes: each of about 20 places may log [`limits::LOG_BURST`]
+/// lines per [`limits::LOG_PERIOD`].
 const LOG: u64 = 1 << 20;
 
 /// The neighbour's times in µs.
@@ -314,13 +315,13 @@ fn p99(times: &mut [u64]) -> u64 {
     times.get(times.len().saturating_sub(1) * 99 / 100).copied().unwrap_or(0)
 }
 
-/// What block `n` has in it in a round.
+/// The content of block `n` in a round.
 fn pattern(n: u64, round: u64) -> Vec<u8> {
     let word = (n << 32 | round).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes();
     word.repeat(BLOCK / word.len())
 }
 
-/// The neighbour's work: files are made, written, read, listed by attributes and removed, with every byte checked.
+/// The neighbour's work: it makes, writes, reads, stats and removes files, and checks every byte.
 fn work(guest: &Frontend, rounds: u64) -> Result<Times, String> {
     let call = |opcode: Opcode, node, body: &[u8], extra: &[u8], room| {
         guest.request(1, opcode as u32, node, body, extra, room).map_err(|e| format!("the neighbour's {opcode:?}: {e}"))
@@ -367,7 +368,7 @@ fn work(guest: &Frontend, rounds: u64) -> Result<Times, String> {
     Ok(times)
 }
 
-/// What a process of the host does meanwhile.
+/// The work of a process on the host in the meantime.
 fn host_work(dir: &Path, stop: &AtomicBool) -> Result<(), String> {
     let failed = |e: std::io::Error| format!("the host's work: {e}");
     let mut round = 0;
@@ -382,7 +383,7 @@ fn host_work(dir: &Path, stop: &AtomicBool) -> Result<(), String> {
             return Err(format!("the host's {} has a wrong byte", path.display()));
         }
         round += 1;
-        // A host has other things to do as well.
+        // A host does other things as well.
         thread::sleep(Duration::from_millis(1));
     }
     Ok(())
