@@ -8,7 +8,7 @@ use super::*;
 
 pub use super::table::{Change, Entry, EntryState, Line, Table};
 
-/// A window whose mapper does what it is told to.
+/// A window whose mapper takes a turn only when it is told to.
 pub struct Rig {
     pub window: Arc<Window>,
     pass: Arc<Passthrough>,

@@ -1,4 +1,5 @@
-//! The mapper's queue of jobs. It is bounded: the guest's jobs by number, the daemon's own because none of them waits twice.
+//! The mapper's queue of jobs. It is bounded: the guest's jobs by number, the daemon's own because none of them waits
+//! twice.
 
 use std::collections::{HashSet, VecDeque};
 use std::ops::Range;
@@ -153,8 +154,8 @@ struct Queue {
 }
 
 impl Jobs {
-    /// Adds a job. If the queue is full, the guest gets EAGAIN. The daemon's own jobs are never lost, and sending one never
-    /// blocks.
+    /// Adds a job. If the queue is full, the guest gets EAGAIN. The daemon's own jobs are never lost, and sending one
+    /// never blocks.
     pub fn send(&self, job: impl Into<Job>) {
         let job = job.into();
         let mut queue = self.queue.lock();

@@ -1,5 +1,5 @@
-//! The thread that maps. It alone talks to the frontend, and all state is its own: it holds no lock while it waits, since
-//! the frontend changes the guest's memory meanwhile and waits for the thread that takes note of it.
+//! The thread that maps. Only this thread talks to the frontend, and it owns its state. It holds no lock while it
+//! waits: the frontend changes the guest's memory then, and waits for the thread that notes the change.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -18,13 +18,13 @@ use super::slots::Slots;
 use super::space::{Stores, has_hole};
 use crate::fuse::ops::Result;
 
-/// How often there is something to look after while a file has copies: what the guest wrote to them is to reach the host
-/// soon, and where it can lose to a change by the host, little; and after a truncation the file's own pages are to come back
-/// as long as the guest can take that for a part of it.
+/// How often to look after Cached proxy files. What the guest wrote to them must reach the host soon, since a change by
+/// the host discards it. After a truncation the file's own pages must come back while the guest can take that for a
+/// part of the truncation.
 const TICK: Duration = Duration::from_millis(50);
 
-/// For so long after a revocation the file's own pages are tried again: the guard lets a truncation go on after 2 s, and the
-/// window process then calls it over.
+/// How long after a revocation to try to bring the file's own pages back. The guard lets a truncation go on after 2 s,
+/// and the window process then regards it as over.
 const RESTORED_WITHIN: Duration = Duration::from_secs(5);
 
 /// One [`RANGE`] of a file, as the DAX window has it or as the guest wants it.
@@ -34,17 +34,17 @@ struct Chunk {
     from: u64,
     kind: Kind,
     writable: bool,
-    /// The guest has asked to store there. It does not before, though it could.
+    /// The guest has asked to store there. Before that it does not store, although it could.
     stored: bool,
 }
 
-/// A range of the window that is in use, and what is mapped there.
+/// A chunk in the window, and its proxy file.
 struct Live {
     chunk: Chunk,
     file: Arc<OwnedFd>,
 }
 
-/// A proxy file that is open.
+/// An open proxy file.
 #[derive(Clone)]
 struct ProxyFile {
     id: u64,
@@ -52,7 +52,7 @@ struct ProxyFile {
     fd: Arc<OwnedFd>,
     real: Arc<OwnedFd>,
     writable: bool,
-    /// The host's truncations are waited for.
+    /// Truncations by the host wait for the end of the mapping.
     guarded: bool,
 }
 
@@ -69,7 +69,7 @@ impl File {
         Self { source, through: None, cached: None, live: 0 }
     }
 
-    /// What the guest may have written to.
+    /// The Cached proxy file, if the guest may have written to it.
     fn copy(&self) -> Option<&ProxyFile> {
         self.cached.as_ref().filter(|copy| copy.writable)
     }
@@ -87,11 +87,11 @@ pub struct Mapper {
     ranges: Box<[Option<Live>]>,
     /// By nodeid.
     known: HashMap<u64, File>,
-    /// When nodes were revoked whose own pages are not back.
+    /// When nodes were revoked, if their own pages are not back yet.
     revoked: HashMap<u64, Instant>,
-    /// When there was care last.
+    /// The last time that the Cached proxy files were looked after.
     cared: Instant,
-    /// Of files that are mapped as a whole.
+    /// Files that are mapped as a whole.
     slots: Option<Slots>,
 }
 
@@ -109,7 +109,7 @@ impl Mapper {
         }
     }
 
-    /// Does a job, and what is due.
+    /// Does a job, if there is one, and then what is due.
     pub fn turn(&mut self, job: Option<Job>) {
         job.into_iter().for_each(|job| self.work(job));
         if self.needs_care() && self.cared.elapsed() >= TICK {
@@ -158,7 +158,7 @@ impl Mapper {
         }
     }
 
-    /// How long to wait for a job before there is something else to do.
+    /// How long to wait for a job before something else is due.
     fn patience(&self) -> Option<Duration> {
         let care = self.needs_care().then(|| TICK.saturating_sub(self.cared.elapsed()));
         care.into_iter().chain(self.slots.as_ref().and_then(Slots::patience)).min()
@@ -185,13 +185,13 @@ impl Mapper {
         node: u64,
         source: Arc<dyn Source>,
     ) -> Result<()> {
-        // Counted, so that the file stays known even between two of its mappings.
+        // Counts as a mapping, so that the file stays known between two of its mappings.
         self.known.entry(node).or_insert_with(|| File::new(source)).live += 1;
         self.shared.nodes.insert(node);
         let want = |from| Chunk { node, from, kind: Kind::Through, writable, stored: writable };
         let mut new = Vec::new();
         let done = ranges.zip((from..).step_by(RANGE as usize)).try_for_each(|(range, from)| {
-            // What the guest has already stays as it is if this fails.
+            // If this fails, what the guest already has stays as it is.
             if !self.has(range, want(from))? {
                 new.push(range);
                 self.map_range(range, want(from))?;
@@ -205,7 +205,8 @@ impl Mapper {
         done
     }
 
-    /// Whether what is mapped will do. A mapping that gives way to another is not there for a moment, so it stays if it can.
+    /// Whether the present mapping is good enough. While one mapping replaces another there is none for a moment, so it
+    /// is best kept.
     fn has(&mut self, range: usize, want: Chunk) -> Result<bool> {
         let Some(have) = self.chunk(range).filter(|have| (have.node, have.from) == (want.node, want.from)) else {
             return Ok(false);
@@ -231,12 +232,12 @@ impl Mapper {
     fn map_range(&mut self, range: usize, want: Chunk) -> Result<()> {
         let proxy_file = self.proxy_file(want)?;
         self.unmap(range);
-        // Of tmpfs each is promised.
+        // On tmpfs, every mapping has a promise.
         let stored = proxy_file.kind == Kind::Through && self.shared.promises.has(want.node, want.from);
         self.put(range, Chunk { stored: want.stored || stored, ..want }, &proxy_file)
     }
 
-    /// What to map for `want`: the file's own pages where that is safe.
+    /// What to map for `want`: the file's own pages if that is safe.
     fn proxy_file(&mut self, want: Chunk) -> Result<ProxyFile> {
         if !self.revoked.contains_key(&want.node) {
             if let Some(through) = self.through(want)? {
@@ -248,7 +249,7 @@ impl Mapper {
         self.cached(want)
     }
 
-    /// Whether the range can be mapped itself. If so, and if the guest may store there, it has blocks.
+    /// Whether the file's own pages can be mapped. If the guest may store there, the chunk then has blocks.
     fn has_room(&self, want: Chunk, through: &ProxyFile) -> Result<bool> {
         let in_memory = Stores::of(through.real.as_fd())? == Stores::Memory;
         if !want.stored && (!in_memory || has_hole(&through.real, want.from)?) {
@@ -265,8 +266,8 @@ impl Mapper {
         self.shared.promises.add(want.node, &through.real, stores, want.from)
     }
 
-    /// Whether the guest knows better than to touch the range where the file has no pages. To be asked when the guard is
-    /// there, so that the answer holds.
+    /// Whether the file has all the pages that the guest may touch. Call this once the guard is active, so that the
+    /// answer stays true.
     fn is_whole(&mut self, want: Chunk) -> Result<bool> {
         let facts = self.file(want.node)?.source.facts()?;
         Ok(facts.size >= facts.told_size || want.from + RANGE <= facts.size)
@@ -280,7 +281,7 @@ impl Mapper {
             None => match source.open(true) {
                 Ok(real) if Stores::of(real.as_fd())? == Stores::Elsewhere => return Ok(None),
                 Ok(real) => match self.open(want.node, Kind::Through, real, true) {
-                    // A truncation is under way.
+                    // A truncation is in progress.
                     Err(Errno::BUSY) => return Ok(None),
                     opened => opened?,
                 },
@@ -288,7 +289,7 @@ impl Mapper {
                 Err(errno) => return Err(errno),
             },
         };
-        // Where the guard is not, the host could not execute a file that is mapped like this, and nobody would tell when
+        // Without the guard, the host could not execute a file that is mapped in this way, and nobody would notice when
         // another file comes to share its blocks.
         let shares = || Ok(Stores::of(proxy_file.real.as_fd())? == Stores::Unshared);
         if !proxy_file.guarded && (shares()? || !want.writable && source.facts()?.executable) {
@@ -332,8 +333,8 @@ impl Mapper {
         Ok(proxy_file)
     }
 
-    /// Maps a range that is free. A file's own pages are writable from the start, so that no later request for that need
-    /// take the mapping away for a moment.
+    /// Maps a chunk where nothing is mapped. A file's own pages are writable from the start, so that a later request to
+    /// write need not replace the mapping.
     fn put(&mut self, range: usize, want: Chunk, proxy_file: &ProxyFile) -> Result<()> {
         let chunk = Chunk { kind: proxy_file.kind, writable: proxy_file.writable, ..want };
         let file = proxy_file.fd.as_fd();
@@ -378,12 +379,12 @@ impl Mapper {
         self.known.get_mut(&node).ok_or(Errno::STALE)
     }
 
-    /// Counts one mapping less, and with the last one closes the proxy files.
+    /// Counts one mapping less. After the last one, closes the proxy files.
     fn let_go(&mut self, node: u64) {
         let Ok(file) = self.file(node) else { return };
         file.live -= 1;
         if file.live == 0 {
-            // A close would swallow the error.
+            // A close would not report the error.
             file.write_back();
             self.shared.cached.remove(&node);
             self.known.remove(&node);
@@ -400,15 +401,15 @@ impl Mapper {
         self.revoked.clear();
     }
 
-    /// Puts the proxy's own pages in place of the file's. Where that fails, the guest finds nothing there.
+    /// Replaces the Through mappings of a file by Cached ones. Where that fails, nothing is mapped.
     fn revoke(&mut self, id: u64) {
         let of = |file: &File| file.through.as_ref().is_some_and(|proxy_file| proxy_file.id == id);
         let Some((&node, _)) = self.known.iter().find(|(_, file)| of(file)) else { return };
         self.revoked.insert(node, Instant::now());
         let mapped = self.mapped(node, Kind::Through);
-        tracing::debug!(node, "a truncation on the host takes {} mappings away", mapped.len());
+        tracing::debug!(node, "a truncation on the host revokes {} mappings", mapped.len());
         let Ok(file) = self.file(node) else { return };
-        // Until the last mapping is there again.
+        // Counts as a mapping until the last one is replaced.
         file.live += 1;
         file.through = None;
         for (range, chunk) in mapped {
@@ -418,8 +419,8 @@ impl Mapper {
         self.let_go(node);
     }
 
-    /// Puts copies in the place of ranges that the guest may store to, since it does not ask again when their blocks are gone.
-    /// It makes no use of the file until it is told that they are.
+    /// Replaces by Cached mappings the chunks that the guest may store to. It does not ask again after their blocks are
+    /// gone, and it does not use the file until the request that takes them is answered.
     fn vacate(&mut self, node: u64, from: u64, len: u64) -> Result<()> {
         let end = from.saturating_add(len);
         let touched = |m: &Chunk| m.stored && m.from < end && from < m.from + RANGE;
@@ -436,7 +437,7 @@ impl Mapper {
         Ok(())
     }
 
-    /// Brings the file's own pages back where a truncation has left all of a range, once it is over.
+    /// Brings the file's own pages back once a truncation is over, for chunks that it left whole.
     fn restore(&mut self, node: u64) {
         if !self.known.contains_key(&node) {
             self.revoked.remove(&node);
@@ -444,7 +445,7 @@ impl Mapper {
         }
         let mapped = self.mapped(node, Kind::Cached);
         let Some((_, first)) = mapped.first() else { return };
-        // Else it is not over.
+        // It fails while the truncation is in progress.
         let Ok(Some(through)) = self.through(*first) else { return };
         self.revoked.remove(&node);
         if let Ok(file) = self.file(node) {
@@ -459,7 +460,7 @@ impl Mapper {
             whole.len() + cut.len()
         );
         for (range, chunk) in whole {
-            // Else the copy stays.
+            // If there is no room, the Cached mapping stays.
             if self.has_room(chunk, &through) == Ok(true) {
                 self.replace(range, chunk, Ok(through.clone()));
             }
@@ -477,13 +478,13 @@ impl Mapper {
         }
         self.unmap(range);
         if let Err(errno) = proxy_file.and_then(|proxy_file| self.put(range, chunk, &proxy_file)) {
-            tracing::warn!("a mapping that lost its place cannot be replaced: {errno}");
+            tracing::warn!("nothing is mapped in place of a mapping: {errno}");
         }
         self.let_go(chunk.node);
     }
 }
 
-/// Whether the file cannot be opened for writing, but perhaps for reading.
+/// Whether this is an error of opening for writing that opening for reading may not have.
 fn is_read_only(errno: Errno) -> bool {
     matches!(errno, Errno::ROFS | Errno::TXTBSY | Errno::ACCESS | Errno::PERM)
 }

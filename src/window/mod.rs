@@ -1,11 +1,11 @@
-//! Shared memory regions: what of a file the guest reads and writes in place.
+//! Shared memory regions, through which the guest reads and writes files in place.
 //!
-//! Region 0 is the DAX window (VIRTIO 1.3, section 5.11.6.4). The guest chooses where in it a part of a file is to be; a
-//! mapper thread (`mapper`) has the frontend put it there. What is mapped is never the file itself but its proxy file on a
-//! private mount ([`proxy`]).
+//! Region 0 is the DAX window (VIRTIO 1.3, section 5.11.6.4). The guest chooses where in it to map a part of a file; a
+//! mapper thread (`mapper`) has the frontend put it there. What is mapped is never the file itself but its proxy file
+//! on a private mount ([`proxy`]).
 //!
-//! Regions 1 and 2 are window passthrough's (docs/protocol.md): whole files (`slots`), and a table that says where they are
-//! (`table`). The file system decides and counts ([`Passthrough`]).
+//! Regions 1 and 2 belong to window passthrough (docs/protocol.md): whole files (`slots`), and a table that says where
+//! they are (`table`). [`Passthrough`] is the file system's side of it.
 
 mod jobs;
 mod mapper;
@@ -43,17 +43,17 @@ pub use space::Stores;
 /// log2 of [`RANGE`], as FUSE_INIT's map_alignment has it.
 pub const RANGE_SHIFT: u16 = 21;
 
-/// Bytes that are mapped at a time: what a Linux guest asks for, always (FUSE_DAX_SZ of fs/fuse/dax.c). It is also the
-/// alignment that is asked of others, so that as many mappings as the window has ranges are the most there can be.
+/// Bytes of a mapping in the DAX window: a Linux guest always asks for as many (FUSE_DAX_SZ of fs/fuse/dax.c). Every
+/// mapping must be aligned to it, so that there are never more mappings than the window has ranges.
 pub const RANGE: u64 = 1 << RANGE_SHIFT;
 
-/// The most live mappings. QEMU ends the whole VM at 512 memory regions (assertion in vhost_user_add_remove_regions); 64
-/// are left for its RAM, its ROMs and its other devices.
+/// The most live mappings. QEMU ends the whole VM at 512 memory regions (assertion in vhost_user_add_remove_regions);
+/// 64 are left for its RAM, its ROMs and its other devices.
 pub const MAX_MAPPINGS: usize = 448;
 
 /// The shared memory regions of one device.
 pub struct Window {
-    /// Of the DAX window, in bytes; 0: there is none.
+    /// Size of the DAX window in bytes. 0 if there is none.
     size: u64,
     passthrough: Option<Arc<Passthrough>>,
     jobs: Arc<Jobs>,
@@ -101,12 +101,12 @@ impl Window {
         self.size > 0 && self.is_connected()
     }
 
-    /// Whole files, in a session with a guest that has them.
+    /// Window passthrough, if the session's guest has it.
     pub fn passing(&self) -> Option<&Arc<Passthrough>> {
         self.passthrough.as_ref().filter(|passthrough| passthrough.is_on())
     }
 
-    /// Whole files, if the guest can have them.
+    /// Window passthrough, if the guest can have it.
     pub fn passthrough(&self) -> Option<&Arc<Passthrough>> {
         self.passthrough.as_ref().filter(|_| self.is_connected())
     }
@@ -115,7 +115,7 @@ impl Window {
         *self.shared.frontend.lock() = Some(frontend);
     }
 
-    /// The frontend is gone, and with it all mappings.
+    /// The frontend is gone, and so are all mappings.
     pub fn disconnect(&self) {
         *self.shared.frontend.lock() = None;
         self.shared.announced.store(false, Ordering::Release);
@@ -127,18 +127,18 @@ impl Window {
         self.shared.commits.add();
     }
 
-    /// Drops all mappings, some time soon.
+    /// Makes the mapper drop all mappings soon.
     pub fn reset(&self) {
         self.passthrough.iter().for_each(|passthrough| passthrough.reset());
         self.jobs.send(Job::Reset);
     }
 
-    /// Whether anything of a file is mapped.
+    /// Whether a part of any file is mapped.
     pub fn has_mappings(&self) -> bool {
         [DAX, WHOLE_FILES].iter().any(|region| self.shared.live(*region).load(Ordering::Relaxed) > 0)
     }
 
-    /// Whether anything of this node's file is mapped, or about to be.
+    /// Whether a part of this node's file is mapped, or is about to be.
     pub fn is_mapped(&self, node: u64) -> bool {
         self.shared.nodes.contains(&node) || self.passing().is_some_and(|passthrough| passthrough.has_entry(node))
     }
@@ -159,11 +159,11 @@ impl Window {
             + &of("passthrough", whole_files)
     }
 
-    /// Maps `len` bytes of a file from `from` on at `at`, in place of what is there, and answers from another thread. `answer`
-    /// is asked for once there is no error.
+    /// Maps a file's `len` bytes from `from` on at `at`, in place of what is mapped there. Another thread answers.
+    /// Calls `answer` only if there is no error.
     ///
     /// # Errors
-    /// EINVAL for what is not aligned to [`RANGE`] or not in the window, ENODEV without a frontend that maps.
+    /// EINVAL if the range is not aligned to [`RANGE`] or not in the window; ENODEV without a frontend that can map.
     pub fn map(
         &self,
         (at, len): (u64, u64),
@@ -181,7 +181,7 @@ impl Window {
         Ok(())
     }
 
-    /// Takes what is mapped in `parts` (offset and length) out of the window, and answers from another thread.
+    /// Unmaps `parts` of the window (offset and length). Another thread answers.
     ///
     /// # Errors
     /// As [`map`](Self::map); nothing is unmapped then.
@@ -196,8 +196,7 @@ impl Window {
         Ok(())
     }
 
-    /// Brings what the guest wrote in place to the file where its mappings are not the file's own pages. [`Source::failed`]
-    /// hears what fails.
+    /// Writes to the real file what the guest wrote to its Cached proxy file. Reports an error to [`Source::failed`].
     pub fn sync(&self, node: u64) {
         let cached = self.shared.cached.get(&node).map(|file| (file.fd.clone(), file.source.clone()));
         if let Some((fd, source)) = cached {
@@ -211,8 +210,8 @@ impl Window {
         nodes.into_iter().for_each(|node| self.sync(node));
     }
 
-    /// Runs what changes a file's contents other than in place, such that the guest sees one file: what it wrote in place
-    /// comes before, and what it reads there is read anew.
+    /// Runs `change`, which changes a file's contents by a message. The guest still sees one file: what it wrote in
+    /// place comes before the change, and what it reads in place is read anew.
     pub fn changing<R>(&self, node: u64, change: impl FnOnce() -> R) -> R {
         let Some(id) = self.shared.cached.get(&node).map(|file| file.id) else { return change() };
         self.sync(node);
@@ -223,10 +222,11 @@ impl Window {
         changed
     }
 
-    /// To be called before the guest can know that a node's file is so long: what it may store in place has room then.
+    /// Allocates room for what the guest may store in place. Call this before the guest can know that a node's file has
+    /// `to` bytes.
     ///
     /// # Errors
-    /// ENOSPC, EDQUOT and the like; the guest must not know then.
+    /// ENOSPC, EDQUOT and other errors of allocation. The guest must then not learn of the size.
     pub fn grows(&self, node: u64, to: u64) -> Result<()> {
         self.shared.promises.grows(node, to)
     }
@@ -241,10 +241,10 @@ impl Window {
         self.shared.promises.shrunk(node, to);
     }
 
-    /// To be called before blocks are taken from these bytes of a node's file. It waits for the frontend.
+    /// Call this before blocks are taken from these bytes of a node's file. Waits for the frontend.
     ///
     /// # Errors
-    /// What keeps copies from being put in place of what is mapped there. The blocks must stay then.
+    /// Why the mappings there cannot be replaced by Cached ones. The blocks must then stay.
     pub fn vacate(&self, node: u64, from: u64, len: u64) -> Result<()> {
         if self.shared.promises.stores(node).is_none() {
             return Ok(());
@@ -255,7 +255,7 @@ impl Window {
         vacated.recv().unwrap_or(Err(Errno::IO))
     }
 
-    /// Whether a node's file must not come to share blocks.
+    /// Whether a node's file must not share blocks with another.
     pub fn keeps_blocks(&self, node: u64) -> bool {
         self.shared.promises.stores(node) == Some(Stores::Unshared)
     }

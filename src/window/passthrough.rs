@@ -1,5 +1,5 @@
-//! Which nodes are open with passthrough, and how large their files are: what the file system asks and tells. The mapper
-//! (`slots`) does what takes messages to the frontend.
+//! Which nodes are open with passthrough, and how large their files are. The file system calls this. The mapper
+//! (`slots`) does what needs messages to the frontend.
 
 use std::collections::HashMap;
 use std::io;
@@ -21,10 +21,10 @@ use crate::fuse::ops::{Answer, Result};
 /// For which files the guest may store in place (`--passthrough-writable`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum Writable {
-    /// Files without holes on file systems that write in place, where no store can fail for want of space.
+    /// Only files without holes, on file systems that write in place: no store can fail for want of space.
     #[default]
     InPlace,
-    /// All: when the disk is full, a store may end the virtual machine.
+    /// All files. If the disk is full, a store may end the virtual machine.
     Always,
 }
 
@@ -41,7 +41,7 @@ pub struct Settings {
 /// The smallest window: a table and one range for slots.
 pub const MIN_SIZE: u64 = 2 * LEN;
 
-/// Fed by the file system and the mapper.
+/// The state of window passthrough, for the file system and the mapper.
 pub struct Passthrough {
     pub(super) table: Table,
     pub(super) settings: Settings,
@@ -51,10 +51,10 @@ pub struct Passthrough {
     jobs: Arc<Jobs>,
 }
 
-/// An entry, and how many holes have come about in its file.
+/// An entry's index, and how many holes its file had got by then.
 pub struct Holes(u32, u64);
 
-/// A file that had no hole when it was so long and so many holes had come about in it.
+/// A file had no hole when it had `size` bytes and had got `holes` holes before.
 #[derive(Clone, Copy)]
 pub(super) struct Filled {
     holes: u64,
@@ -63,7 +63,7 @@ pub(super) struct Filled {
 
 /// Lock rule: before a line of the table; no system call and no call to the frontend while it is held.
 pub(super) struct Nodes {
-    /// Counts sessions: what the mapper did for an earlier one is undone.
+    /// Number of the session. What the mapper does for an earlier one is undone.
     pub session: u64,
     known: HashMap<u64, Node>,
     free: Vec<u32>,
@@ -81,9 +81,9 @@ struct Node {
 enum How {
     /// No open has passthrough.
     Messages,
-    /// The mapper is at it; who waits for it.
+    /// The mapper is mapping the file. The answers wait for it.
     Deciding(u32, Vec<Answer<Option<u32>>>),
-    /// By this entry. Without opens: kept for the next.
+    /// With this entry. If there are no opens, it is kept for the next.
     Passing(u32),
 }
 
@@ -147,7 +147,7 @@ impl Passthrough {
         self.on.load(Ordering::Acquire)
     }
 
-    /// Begins a session with the guest; answers when the table is in its memory, or with an error.
+    /// Begins a session with the guest. Answers when the table is in the guest's memory, or with an error.
     pub fn start(&self, answer: Answer) {
         let session = self.nodes.lock().session;
         self.jobs.send(SlotJob::Start { session, answer });
@@ -157,7 +157,7 @@ impl Passthrough {
         self.on.store(self.nodes.lock().session == session, Ordering::Release);
     }
 
-    /// Forgets all. To be followed by the mapper's reset.
+    /// Forgets everything. The mapper's reset must follow.
     pub(super) fn reset(&self) {
         let mut nodes = self.nodes.lock();
         let new = Nodes { session: nodes.session + 1, ..Nodes::new() };
@@ -165,7 +165,7 @@ impl Passthrough {
         self.on.store(false, Ordering::Release);
         self.table.clear();
         drop(nodes);
-        // The mapper will find that nobody waits.
+        // The mapper then finds that nobody waits.
         for node in ended.known.into_values() {
             if let How::Deciding(_, waiting) = node.how {
                 waiting.into_iter().for_each(|answer| answer(Err(Errno::IO)));
@@ -178,8 +178,8 @@ impl Passthrough {
         self.nodes.lock().known.get(&node).is_some_and(|node| node.opens > 0)
     }
 
-    /// Counts an open of a node. Returns the index of its entry if it has passthrough; pending while the mapper decides that:
-    /// [`decided`](Self::decided) tells. `source`: the file, if it is worth passing through, for the first open.
+    /// Counts an open of a node. Returns the index of its entry if it has passthrough; pending while the mapper decides
+    /// that: [`decided`](Self::decided) tells. `source`: the file, if it is worth passing through, for the first open.
     pub fn open(self: &Arc<Self>, node: u64, file: BorrowedFd, source: Option<Arc<dyn Source>>) -> Poll<Option<u32>> {
         let mut nodes = self.nodes.lock();
         if let Some(known) = nodes.known.get_mut(&node) {
@@ -226,7 +226,7 @@ impl Passthrough {
         answer(Ok(index));
     }
 
-    /// The mapper has mapped a node's file or has not. `false` if nobody wants to know any more.
+    /// The mapper has mapped a node's file, or could not. `false` if the mapping is no longer wanted.
     pub(super) fn decide(&self, session: u64, node: u64, index: u32, mapped: bool) -> bool {
         let mut nodes = self.nodes.lock();
         if nodes.session != session {
@@ -241,7 +241,7 @@ impl Passthrough {
         known.how = if mapped { How::Passing(index) } else { How::Messages };
         let open = known.opens > 0;
         if !open {
-            // A guest that releases what it has not been given.
+            // The guest has released an open before it was answered.
             nodes.known.remove(&node);
         }
         drop(nodes);
@@ -249,7 +249,8 @@ impl Passthrough {
         mapped && open
     }
 
-    /// Too many wait for the mapper. To be called with [`Self::nodes`] locked or not: it takes no lock but in a thread of its own.
+    /// The mapper's queue is full. The caller may hold the lock of [`Self::nodes`], since the locks are taken in a new
+    /// thread.
     fn refuse(self: Arc<Self>, session: u64, node: u64, index: u32) {
         std::thread::spawn(move || {
             self.decide(session, node, index, false);
@@ -257,7 +258,8 @@ impl Passthrough {
         });
     }
 
-    /// Makes a kept entry live again. Where that fails, it is revoked: its slot has just been taken away, or must not stay.
+    /// Makes a kept entry live again. If that fails, the entry is gone: its slot has just been taken away, or must not
+    /// stay.
     fn revive(&self, index: u32, file: BorrowedFd) {
         let live = self.table.update(index, |line| {
             self.make_live(line, file, None).or_else(|errno| line.step(Change::Withdraw).and(Err(errno)))
@@ -267,8 +269,8 @@ impl Passthrough {
         }
     }
 
-    /// Has the host allocate what a file in memory has no pages for, so that no load from it can fail for want of them. What
-    /// to pass to [`live`](Self::live) then.
+    /// Allocates the holes of a file in memory, so that no load from them can fail for want of memory. The result is
+    /// for [`live`](Self::live).
     pub(super) fn fill(&self, index: u32, file: BorrowedFd) -> Result<Filled> {
         let Holes(_, holes) = self.holes(index);
         let size = fstat(file)?.st_size as u64;
@@ -278,10 +280,10 @@ impl Passthrough {
         Ok(Filled { holes, size })
     }
 
-    /// Makes an entry with a slot live. `filled`: no hole has come about since then, unless the entry says so.
+    /// Makes an entry with a slot live. `filled`: the file had no hole then; the entry counts those that it got since.
     ///
     /// # Errors
-    /// EOPNOTSUPP where a load from a hole takes memory that there may not be.
+    /// EOPNOTSUPP if a load from a hole would take memory, which may be short; EAGAIN if there is no slot.
     pub(super) fn live(&self, index: u32, file: BorrowedFd, filled: Option<Filled>) -> Result<()> {
         self.table.update(index, |line| self.make_live(line, file, filled))
     }
@@ -303,11 +305,11 @@ impl Passthrough {
         Ok(())
     }
 
-    /// The first byte from `from` on, up to `size`, that a store may have to find room for.
+    /// The first byte between `from` and `size` for which a store may have to find room.
     fn hole(&self, file: BorrowedFd, from: u64, size: u64) -> Result<u64> {
         match self.settings.writable {
             Writable::Always => Ok(u64::MAX),
-            // An empty file has none, but may be one of a file system that never is written in place.
+            // An empty file has no hole, but its file system may be one that never writes in place.
             Writable::InPlace if !self.writes_in_place(file)? => Ok(0),
             Writable::InPlace => hole(file, from, size),
         }
@@ -317,7 +319,7 @@ impl Passthrough {
         Ok(matches!(Stores::of(file)?, Stores::InPlace | Stores::Memory))
     }
 
-    /// Counts a release of a node; after the last one its slot is kept.
+    /// Counts a release of a node. After the last one, its slot is kept.
     pub fn release(&self, node: u64) {
         let mut nodes = self.nodes.lock();
         nodes.tick += 1;
@@ -367,8 +369,7 @@ impl Passthrough {
         if self.is_on() { self.nodes.lock().known.get(&node).and_then(Node::index) } else { None }
     }
 
-    /// `len` bytes of a node's file were written, the first at `at`, or else at its end. To be called before the
-    /// request is answered.
+    /// `len` bytes of a node's file were written at `at`, or at its end. Call this before the request is answered.
     pub fn wrote(&self, node: u64, file: BorrowedFd, at: Option<u64>, len: u64) {
         let Some(index) = self.index(node) else { return };
         let revoked = self.table.update(index, |line| {
@@ -379,7 +380,7 @@ impl Passthrough {
                 self.skipped(line, old);
             }
             if (at..at.saturating_add(len)).contains(&line.hole) {
-                // From there, not from the end of what was written: some of that may be gone again.
+                // Search from the hole on, since others may have punched holes into what was written.
                 line.hole = self.hole(file, line.hole, size).unwrap_or(line.hole);
             }
             note(line, &st);
@@ -388,7 +389,8 @@ impl Passthrough {
         self.changed(index, revoked);
     }
 
-    /// Begins to allocate blocks, which do not show as such: for [`allocated`](Self::allocated).
+    /// To be called before blocks are allocated, which look like holes until they are written. The result is for
+    /// [`allocated`](Self::allocated).
     pub fn allocating(&self, node: u64) -> Option<Holes> {
         self.index(node).map(|index| self.holes(index))
     }
@@ -397,7 +399,7 @@ impl Passthrough {
         Holes(index, self.table.update(index, |line| line.holes))
     }
 
-    /// `len` bytes of a node's file have blocks now, from `at` on, unless a hole was made meanwhile.
+    /// `len` bytes of a node's file from `at` on now have blocks, unless somebody has punched a hole since `since`.
     pub fn allocated(&self, since: &Holes, file: BorrowedFd, at: u64, len: u64) {
         let Holes(index, before) = *since;
         let revoked = self.table.update(index, |line| {
@@ -415,26 +417,26 @@ impl Passthrough {
         self.changed(index, revoked);
     }
 
-    /// Runs what punches a hole into a node's file.
+    /// Runs `punch`, which punches a hole into a node's file.
     pub fn punching<R>(&self, node: u64, at: u64, punch: impl FnOnce() -> R) -> R {
         let Some(index) = self.index(node) else { return punch() };
         let skip = || {
             self.table.update(index, |line| {
                 self.skipped(line, at);
-                // What it takes is no other's doing.
+                // The blocks that it takes must not look like a change by others.
                 line.blocks = 0;
                 settle(line)
             })
         };
         let before = skip();
         let done = punch();
-        // Who looked or allocated before it was done found none.
+        // A thread that looked or allocated in between has not seen the hole.
         let after = skip();
         self.changed(index, before || after);
         done
     }
 
-    /// There may be a hole at this byte from now on.
+    /// From now on there may be a hole at this byte.
     fn skipped(&self, line: &mut Line, at: u64) {
         if self.settings.writable == Writable::InPlace {
             line.hole = line.hole.min(at);
@@ -442,18 +444,18 @@ impl Passthrough {
         }
     }
 
-    /// Somebody looked and found the file of this size, with so many blocks; `look` looks again.
+    /// A thread has found the file to have this size in bytes and `blocks` blocks. `look` looks again.
     pub fn saw(&self, node: u64, found: u64, blocks: u64, look: impl FnOnce() -> Result<(u64, u64)>) {
         let Some(index) = self.index(node) else { return };
         let revoked = self.table.update(index, |line| {
-            // What a truncation by this guest is about to make of it is known when that is done.
+            // While this guest truncates the file, the size is not final.
             let resized = found != line.entry().size && line.limits.is_empty();
             if !line.state().is_mapped() || !resized && blocks >= line.blocks {
                 return false;
             }
             let Ok((size, blocks)) = look() else { return false };
             if blocks < line.blocks {
-                // Others took some. Which is found out when the guest has let go.
+                // Others have taken some. The daemon finds out which when the guest has let go.
                 self.skipped(line, 0);
                 line.blocks = blocks;
             }
@@ -475,7 +477,7 @@ impl Passthrough {
             if line.limits.is_empty() {
                 self.resized(line, st.st_size as u64);
             }
-            // Blocks that were allocated and not written look like a hole: then the guest is to look again, no more.
+            // Allocated blocks that nobody has written look like a hole. The guest then only has to look again.
             let hole = self.hole(file, 0, st.st_size as u64).unwrap_or(0);
             if hole < line.hole.min(st.st_size as u64) {
                 self.skipped(line, hole);
@@ -490,7 +492,7 @@ impl Passthrough {
     fn resized(&self, line: &mut Line, size: u64) {
         let old = line.entry().size;
         if size > old {
-            // Nobody knows how the others made it longer.
+            // The others may have made it longer by a hole.
             self.skipped(line, old);
         }
         resize(line, size);
@@ -499,8 +501,8 @@ impl Passthrough {
         }
     }
 
-    /// Runs what sets the file's size. The guest sees a smaller one before it is done, a larger one after it; `size` looks
-    /// then.
+    /// Runs `run`, which sets the file's size. The guest sees a smaller size before that, and a larger one after it.
+    /// `size` then looks at the size.
     pub fn truncate<R>(
         &self,
         node: u64,
@@ -521,11 +523,11 @@ impl Passthrough {
             if to > line.entry().size {
                 self.skipped(line, line.entry().size);
             }
-            // What a cut takes is no other's doing.
+            // The blocks that a cut takes must not look like a change by others.
             line.blocks = 0;
             match size() {
                 Ok(size) => resize(line, size),
-                // It failed, and so did the look: the size is what it was.
+                // Both failed, so the size is what it was.
                 Err(_) if done.is_err() => resize(line, old),
                 Err(_) => {}
             }
@@ -535,7 +537,7 @@ impl Passthrough {
         done
     }
 
-    /// Has the mapper see to an entry that is revoked, or too short for its file.
+    /// Tells the mapper if an entry is revoked, or too short for its file.
     fn changed(&self, index: u32, revoked: bool) {
         let entry = self.table.entry(index);
         if revoked {
@@ -550,19 +552,19 @@ impl Passthrough {
     }
 }
 
-/// Takes note of a file as it is.
+/// Notes a file's blocks and size.
 fn note(line: &mut Line, st: &Stat) {
     line.blocks = st.st_blocks as u64;
     resize(line, st.st_size as u64);
 }
 
-/// Sets the size, as far as truncations under way allow it.
+/// Sets the size, but not above the truncations in progress.
 fn resize(line: &mut Line, size: u64) {
     line.set_size(line.limits.iter().copied().fold(size, u64::min));
 }
 
-/// Lets the guest store to a live entry if no store can fail, and revokes the entry if stores were allowed and may fail from
-/// now on. Whether it revoked.
+/// Lets the guest store to a live entry if no store can fail, and revokes the entry if stores were allowed and may fail
+/// from now on. Whether it revoked.
 fn settle(line: &mut Line) -> bool {
     // An empty file has no hole, but its file system may be one that never writes in place.
     let whole = line.hole > 0 && line.hole >= line.entry().size;
@@ -632,7 +634,7 @@ mod tests {
         Ok((st.st_size as u64, st.st_blocks as u64))
     }
 
-    /// On the disk and in memory. The first has to be a file system that is written in place.
+    /// A directory on the disk and one in memory. The disk's is left out if its file system does not write in place.
     fn directories() -> impl Iterator<Item = &'static str> {
         [env!("CARGO_MANIFEST_DIR"), "/dev/shm"].into_iter().filter(|dir| {
             let dir = File::open(dir).unwrap();
@@ -643,7 +645,7 @@ mod tests {
     #[test]
     fn holes_that_others_punch_are_found() {
         for dir in directories() {
-            // When the guest asks for attributes, and when the kernel tells of a change.
+            // When the guest asks for attributes, and when the kernel reports a change.
             let file = full_file(dir);
             let pass = passing(&file);
             assert_eq!(state(&pass), WRITABLE, "{dir}");
@@ -680,7 +682,7 @@ mod tests {
         assert_eq!(state(&pass), WRITABLE);
     }
 
-    /// A process of the guest has it mapped, and punches a hole.
+    /// A process of the guest has the file mapped, and punches a hole.
     #[test]
     fn a_file_in_memory_is_filled_when_the_guest_wants_it() {
         let file = full_file("/dev/shm");
@@ -691,7 +693,7 @@ mod tests {
         pass.live(INDEX, file.as_fd(), Some(filled)).unwrap();
         assert_eq!(state(&pass), WRITABLE);
         assert_eq!(look(&file).unwrap().1 * 512, SIZE);
-        // Not if there is another hole by then, or more of the file.
+        // It does not count if there is another hole by then, or the file is longer.
         let filled = pass.fill(INDEX, file.as_fd()).unwrap();
         pass.punching(NODE, 4096, || punch(&file, 4096));
         assert_eq!(pass.live(INDEX, file.as_fd(), Some(filled)), Err(Errno::OPNOTSUPP));
@@ -708,7 +710,7 @@ mod tests {
             fallocate(&file, FallocateFlags::KEEP_SIZE, 0, 2 * SIZE).unwrap();
             let pass = passing(&file);
             read_only(&pass, 2 * SIZE, SIZE);
-            // Blocks are allocated, a hole is punched, and then the first takes note.
+            // Blocks are allocated, a hole is punched, and only then the first is noted.
             let since = pass.allocating(NODE).unwrap();
             fallocate(&file, FallocateFlags::KEEP_SIZE, 0, 2 * SIZE).unwrap();
             pass.punching(NODE, 4096, || punch(&file, 4096));
@@ -723,7 +725,7 @@ mod tests {
             pass.punching(NODE, 4096, || punch(&file, 4096));
             pass.wrote(NODE, file.as_fd(), Some(0), SIZE);
             assert_eq!(state(&pass), READ_ONLY, "{dir}");
-            // While none is punched, both do.
+            // Without a hole, both count.
             pass.wrote(NODE, file.as_fd(), Some(0), SIZE);
             file.write_all_at(&vec![b'w'; SIZE as usize], 0).unwrap();
             pass.wrote(NODE, file.as_fd(), Some(0), SIZE);

@@ -1,4 +1,4 @@
-//! What of region 1 is taken.
+//! The slots of region 1.
 
 use std::collections::BTreeMap;
 

@@ -1,5 +1,5 @@
-//! What the parts of the window know of each other: the frontend, the files to map, and the state that the mapper shares with
-//! other threads.
+//! What the parts of the window know of each other: the frontend, the files to map, and the state that the mapper
+//! shares with other threads.
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -64,8 +64,8 @@ pub trait Frontend: Send + Sync {
     fn is_running(&self) -> bool;
     fn map(&self, mapping: &Mapping) -> io::Result<()>;
     fn unmap(&self, mapping: &Mapping) -> io::Result<()>;
-    /// How many times the guest's memory contains this part of the file, at any place. [`Window::committed`] tells when this may
-    /// have changed.
+    /// How many times the guest's memory contains this part of the file, at any place. [`Window::committed`] tells when
+    /// this may have changed.
     ///
     /// [`Window::committed`]: super::Window::committed
     fn mapped(&self, mapping: &Mapping) -> usize;
@@ -85,7 +85,8 @@ pub trait Source: Send + Sync {
 pub struct Facts {
     /// Bytes of the file.
     pub size: u64,
-    /// The largest size in bytes that the guest may believe in. Past `size` it may touch pages that a mapping does not have.
+    /// The largest size in bytes that the guest may believe in. Past `size` it may touch pages that a mapping does not
+    /// have.
     pub told_size: u64,
     /// It has an execute bit.
     pub executable: bool,
@@ -207,7 +208,8 @@ impl Commits {
         self.changed.notify_all();
     }
 
-    /// Waits until `done` is true, which only a change of the guest's memory can make it. `false` if that takes too long.
+    /// Waits until `done` is true, which only a change of the guest's memory can make it. `false` if that takes too
+    /// long.
     fn wait(&self, done: impl Fn() -> bool) -> bool {
         let until = Instant::now() + COMMIT;
         loop {
@@ -226,8 +228,8 @@ impl Commits {
     }
 }
 
-/// Writes what the guest stored in a Cached proxy file to the real file. The kernel reports a failure once, so it is passed on to
-/// all opens of the file.
+/// Writes what the guest stored in a Cached proxy file to the real file. The kernel reports a failure once, so it is
+/// passed on to all opens of the file.
 pub fn write_back(cached: BorrowedFd, source: &dyn Source) {
     if let Err(e) = sys::write_back(cached) {
         source.failed(errno(&e));

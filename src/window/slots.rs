@@ -1,5 +1,5 @@
-//! The mapper's part of window passthrough: puts whole files into slots of region 1, takes them back from the guest, and
-//! does not wait while the guest lets go.
+//! The mapper's part of window passthrough. It maps whole files into slots of region 1 and revokes them, without
+//! waiting while the guest lets go.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
@@ -18,16 +18,17 @@ use super::table::{Change, EntryState};
 use super::{RANGE, table};
 use crate::fuse::ops::Result;
 
-/// How often acknowledgements are looked for while a host process waits for one, or a file for its longer slot.
+/// How often to look for acknowledgements while one is missing: a host process or a file that needs a longer slot waits
+/// for it.
 const SOON: Duration = Duration::from_millis(1);
 
-/// How often what nobody waits for is looked at.
+/// How often to look at what nobody waits for.
 const LATER: Duration = Duration::from_millis(if cfg!(fuzzing) { 0 } else { 100 });
 
-/// How long the guest may take to let go: the guard lets the host's process go on after 2 s.
+/// How long the guest may take to let go if a host process waits: the guard lets that process go on after 2 s.
 const PATIENCE: Duration = Duration::from_millis(if cfg!(fuzzing) { 0 } else { 1500 });
 
-/// A file as the frontend has it.
+/// A file in a slot.
 struct Held {
     at: u64,
     len: u64,
@@ -44,24 +45,24 @@ impl Held {
     }
 }
 
-/// What is mapped in the place of a file that the guest did not let go of in time.
+/// The Cached proxy file that is in a slot because the guest did not let go of it in time.
 struct Late {
     at: u64,
     len: u64,
     /// The generation that the guest has.
     generation: u32,
-    /// None: nothing could be mapped.
+    /// None if nothing could be mapped.
     file: Option<Arc<OwnedFd>>,
 }
 
-/// What is behind an entry.
+/// What belongs to an entry.
 struct Slot {
     session: u64,
     node: u64,
     source: Arc<dyn Source>,
     held: Option<Held>,
     late: Option<Late>,
-    /// It is mapped again then, and not before: so that who waits for the end of the mapping sees it.
+    /// When to map the file again. It is not sooner, so that a host process that waits sees the end of the mapping.
     not_before: Option<Instant>,
 }
 
@@ -70,9 +71,9 @@ struct Slot {
 enum Why {
     /// A host process is about to truncate the file, and waits.
     Host(Instant),
-    /// It gets a longer slot.
+    /// The file gets a longer slot.
     Longer,
-    /// It is not to be stored to any more; the slot stays.
+    /// The guest must not store to it any more. The slot stays.
     Downgrade,
 }
 
@@ -100,7 +101,7 @@ impl Slots {
         Self { pass, shared, files, room, known: HashMap::new(), pending: Vec::new(), has_table: false }
     }
 
-    /// How long the mapper may wait for a job before it is to [`look`](Self::look).
+    /// How long the mapper may wait for a job before it must call [`look`](Self::look).
     pub fn patience(&self) -> Option<Duration> {
         let waits = self.known.values().any(|slot| slot.late.is_some() || slot.not_before.is_some());
         match self.pending.is_empty() {
@@ -130,7 +131,7 @@ impl Slots {
     /// Gives the guest the table.
     fn start(&mut self, session: u64) -> Result<()> {
         self.reset();
-        // What was mapped while the session before ended has left its entry.
+        // A file that was mapped while the last session ended may have left its entry.
         self.pass.table.clear();
         let file = self.pass.table.file().ok_or(Errno::IO)?;
         let seen = self.shared.map(&Mapping::whole(TABLE, 0, table::LEN, file)).inspect_err(|errno| {
@@ -164,26 +165,26 @@ impl Slots {
         }
     }
 
-    /// Maps an entry's file and makes the entry live. `wanted`: a process of the guest has it mapped and waits, so that a file in
-    /// memory is to lose its holes.
+    /// Maps an entry's file and makes the entry live. `wanted`: a process of the guest waits for it, so the holes of a
+    /// file in memory are to be allocated.
     fn fill(&mut self, index: u32, wanted: bool) -> Result<()> {
         let slot = self.known.get(&index).ok_or(Errno::STALE)?;
         let (node, source) = (slot.node, slot.source.clone());
         let real = source.open(true)?;
         let id = self.shared.next_id();
         let opened = self.files.open(id, Kind::Through, real.as_fd()).map_err(|e| errno(&e))?;
-        // Else it is seen when the guest looks.
+        // If it fails, a change is noticed when the guest asks for attributes.
         let _ = self.files.watch(id);
-        // Where the guard is not, the host could not execute it.
+        // Without the guard, the host could not execute it.
         if !opened.guarded && source.facts()?.executable {
             return Err(Errno::TXTBSY);
         }
-        // Asked when the guard is there already, so that the answer holds.
+        // The guard is active now, so the size cannot shrink.
         let (at, len) = self.reserve(fstat(&real)?.st_size as u64)?;
         self.put(index, node, Held { at, len, id, real, proxy: opened.fd }, wanted)
     }
 
-    /// Maps a file where room is reserved, and makes the entry live. `wanted`: see [`fill`](Self::fill).
+    /// Maps a file into its reserved slot and makes the entry live. `wanted`: see [`fill`](Self::fill).
     fn put(&mut self, index: u32, node: u64, held: Held, wanted: bool) -> Result<()> {
         match self.shared.map(&held.mapping()) {
             Ok(true) => {}
@@ -211,7 +212,7 @@ impl Slots {
         live
     }
 
-    /// A place for a file, as long as it can be had of [`lens`].
+    /// Reserves a slot (offset and length), of the greatest of [`lens`] that there is room for.
     fn reserve(&mut self, size: u64) -> Result<(u64, u64)> {
         let lens = lens(size);
         loop {
@@ -232,7 +233,7 @@ impl Slots {
         self.known.values().filter(|slot| slot.held.is_some() || slot.late.is_some()).count()
     }
 
-    /// Ends what is behind an entry that no open has.
+    /// Ends what belongs to an entry without opens.
     fn drop_slot(&mut self, index: u32) {
         self.give_up(index);
         drop(self.empty(index));
@@ -249,12 +250,12 @@ impl Slots {
         nodes.free(slot.session, index);
     }
 
-    /// Forgets that an acknowledgement is waited for.
+    /// Stops waiting for an acknowledgement.
     fn give_up(&mut self, index: u32) {
         self.pending.retain(|pending| pending.index != index);
     }
 
-    /// Takes the file out of the slot. A host process that waits for that goes on when it is dropped.
+    /// Takes the file out of its slot. A host process that waits for that goes on when the result is dropped.
     fn empty(&mut self, index: u32) -> Option<Held> {
         let held = self.known.get_mut(&index)?.held.take()?;
         self.shared.unmap(&held.mapping());
@@ -280,14 +281,14 @@ impl Slots {
             .find_map(|(&index, slot)| Some((index, slot, slot.held.as_ref().filter(|held| held.id == id)?)))
     }
 
-    /// Somebody else has written to the file of this proxy file, or given it another size.
+    /// Somebody else has written to a proxy file's real file, or changed its size.
     pub fn changed(&mut self, id: u64) {
         if let Some((index, _, held)) = self.with_proxy_file(id) {
             self.pass.look(index, held.real.as_fd());
         }
     }
 
-    /// A host process is about to truncate the file of this proxy file.
+    /// A host process is about to truncate a proxy file's real file.
     pub fn revoke(&mut self, id: u64) {
         let Some((index, slot, _)) = self.with_proxy_file(id) else { return };
         let node = slot.node;
@@ -299,16 +300,16 @@ impl Slots {
         self.pend(index, Why::Host(Instant::now() + PATIENCE));
     }
 
-    /// Revokes a live entry, if it is not yet, and waits for the guest to let go of it.
+    /// Revokes an entry if it is live, and notes that its acknowledgement is missing.
     fn pend(&mut self, index: u32, why: Why) {
         if !self.known.contains_key(&index) || self.pending.iter().any(|pending| pending.index == index) {
             return;
         }
         let entry = self.pass.table.update(index, |line| {
-            // The change is refused where there is nothing to revoke.
+            // Refused if there is nothing to revoke.
             let _ = match (why, line.state()) {
                 (Why::Downgrade, _) => Ok(()),
-                // An open that has yet to make it live finds that there is no slot any more.
+                // An open that is about to make it live finds no slot.
                 (Why::Host(_), EntryState::Free) => line.step(Change::Withdraw),
                 (Why::Host(_) | Why::Longer, _) => line.step(Change::Revoke),
             };
@@ -321,7 +322,7 @@ impl Slots {
         }
     }
 
-    /// The guest does not use the slot any more.
+    /// The guest no longer uses the slot: takes the file out, and makes the entry gone.
     fn gone(&mut self, index: u32) {
         let held = self.empty(index);
         self.set_gone(index);
@@ -336,7 +337,7 @@ impl Slots {
         debug_assert!(done.is_ok(), "a live entry loses its slot");
     }
 
-    /// Begins to give a file that has outgrown its slot a longer one, if there is room for that.
+    /// Revokes the entry of a file that has outgrown its slot, if there is room for a longer one.
     fn lengthen(&mut self, index: u32) {
         let Some(held) = self.known.get(&index).and_then(|slot| slot.held.as_ref()) else { return };
         let entry = self.pass.table.entry(index);
@@ -352,7 +353,7 @@ impl Slots {
         self.pend(index, Why::Longer);
     }
 
-    /// Sees to what acknowledgements were waited for, and to what is due.
+    /// Looks for acknowledgements, and does what is due.
     pub fn look(&mut self) {
         let done: Vec<(u32, Why, bool)> = self
             .pending
@@ -384,7 +385,7 @@ impl Slots {
         }
     }
 
-    /// Maps a file where there is room for all of it.
+    /// Moves a file to a slot that is long enough.
     fn move_elsewhere(&mut self, index: u32) {
         let moved = self.known.get_mut(&index).and_then(|slot| Some((slot.node, slot.held.take()?)));
         let Some((node, held)) = moved else { return };
@@ -398,7 +399,7 @@ impl Slots {
         }
     }
 
-    /// Puts the proxy's own copy in the place of a file that the guest did not let go of in time.
+    /// Replaces a file by a Cached proxy file because the guest did not let go of it in time.
     fn replace(&mut self, index: u32) {
         let generation = self.pass.table.entry(index).generation;
         let Some(slot) = self.known.get_mut(&index) else { return };
@@ -424,7 +425,7 @@ impl Slots {
         }
     }
 
-    /// Ends Cached proxy files that the guest has let go of, and maps files again whose truncation is over.
+    /// Ends the Cached proxy files that the guest has let go of, and maps files again whose truncation is over.
     fn look_later(&mut self) {
         let pass = &self.pass;
         let over = |(index, slot): (&u32, &Slot)| {
@@ -439,7 +440,7 @@ impl Slots {
         let due: Vec<u32> = self.known.iter().filter(|(_, slot)| due(slot)).map(|(index, _)| *index).collect();
         for index in due {
             let again = match self.fill(index, false) {
-                // The truncation is not over.
+                // The truncation is still in progress.
                 Err(Errno::BUSY) => Some(Instant::now() + LATER),
                 done => done.inspect_err(|errno| tracing::debug!("not mapped again: {errno}")).ok().and(None),
             };
@@ -449,7 +450,7 @@ impl Slots {
         }
     }
 
-    /// What the guest asks for by SETUPMAPPING.
+    /// Answers a SETUPMAPPING.
     fn ask(&mut self, node: u64, from: u64, len: u64, writable: bool) -> Result<()> {
         let index = self.pass.nodes.lock().index(node).ok_or(Errno::BADF)?;
         let slot = self.known.get(&index).ok_or(Errno::AGAIN)?;
@@ -488,7 +489,7 @@ impl Slots {
         }
     }
 
-    /// Has the host allocate what a file has no blocks for, so that no store to it can fail for want of space.
+    /// Allocates the file's holes, so that no store to it can fail for want of space.
     fn fill_holes(&mut self, index: u32) -> Result<()> {
         let held = self.known.get(&index).and_then(|slot| slot.held.as_ref()).ok_or(Errno::AGAIN)?;
         if self.pass.settings.writable == Writable::InPlace && !self.pass.writes_in_place(held.real.as_fd())? {
@@ -504,7 +505,8 @@ impl Slots {
     }
 }
 
-/// How long a slot may be for a file of so many bytes: with room to grow by as much again, else by an eighth, else by nothing.
+/// Lengths of a slot for a file of `size` bytes, the best first: with room to grow by as much again, by an eighth, by
+/// nothing.
 fn lens(size: u64) -> [Option<u64>; 3] {
     [size, size / 8, 0].map(|more| size.checked_add(more)?.max(1).checked_next_multiple_of(RANGE))
 }

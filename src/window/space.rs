@@ -1,5 +1,5 @@
-//! Room on the host's file systems for what the guest stores in place. A store that finds none is a SIGBUS for the frontend,
-//! and the end of the virtual machine.
+//! Room on the host's file systems for what the guest stores in place. A store that finds none is a SIGBUS for the
+//! frontend, and the end of the virtual machine.
 
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -13,24 +13,24 @@ use rustix::io::{Errno, retry_on_intr};
 use super::RANGE;
 use crate::fuse::ops::Result;
 
-/// Where a file system puts what is stored to a page that has blocks.
+/// Where a file system puts a store to a page that already has blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stores {
     /// In these blocks.
     InPlace,
     /// In these blocks, unless another file shares them.
     Unshared,
-    /// In memory, of which a load from a hole takes some too.
+    /// In memory. A load from a hole takes memory too.
     Memory,
-    /// Perhaps in new blocks, each time.
+    /// It may take new blocks each time.
     Elsewhere,
 }
 
 impl Stores {
-    /// By statfs(2)'s f_type. What is not known counts as copying on each write.
+    /// By the f_type of statfs(2). An unknown file system counts as `Elsewhere`.
     pub fn of(file: BorrowedFd) -> Result<Self> {
         Ok(match fstatfs(file)?.f_type {
-            // And ext2 and ext3, which have the same number.
+            // ext2 and ext3 have the same number.
             libc::EXT4_SUPER_MAGIC => Self::InPlace,
             libc::XFS_SUPER_MAGIC => Self::Unshared,
             libc::TMPFS_MAGIC => Self::Memory,
@@ -38,7 +38,7 @@ impl Stores {
         })
     }
 
-    /// Gives a part of a file blocks of its own.
+    /// Allocates blocks for a part of a file that it shares with no other file.
     fn allocate(self, file: &OwnedFd, from: u64, end: u64) -> Result<()> {
         if from >= end {
             return Ok(());
@@ -57,10 +57,10 @@ pub fn hole(file: BorrowedFd, from: u64, size: u64) -> Result<u64> {
     }
 }
 
-/// The ranges that guests may store to, by nodeid: each has blocks as far as its file goes.
+/// The ranges that guests may store to, by nodeid. Each has blocks up to the end of its file.
 ///
-/// A file may grow by a hole within such a range, by whomever. The guest stores there only when it knows the new size, and
-/// it knows that only from this daemon, which sees to the blocks first.
+/// A file may grow by a hole within such a range, by whomever. The guest stores there only when it knows the new size,
+/// and it knows that only from this daemon, which sees to the blocks first.
 #[derive(Default)]
 pub struct Promises(DashMap<u64, Arc<Mutex<Promise>>>);
 
@@ -74,7 +74,7 @@ struct Promise {
 }
 
 impl Promise {
-    /// `to`: the size of the file, now or soon.
+    /// `to`: the file's present or next size in bytes.
     fn grow(&mut self, to: u64) -> Result<()> {
         for &from in self.ranges.range(self.end.saturating_sub(RANGE)..to) {
             self.stores.allocate(&self.file, from.max(self.end), to.min(from + RANGE))?;
@@ -85,10 +85,10 @@ impl Promise {
 }
 
 impl Promises {
-    /// Sees to the blocks of the range at `from`, now and when its file grows.
+    /// Allocates the blocks of the range at `from`, now and when its file grows.
     ///
     /// # Errors
-    /// ENOSPC, EDQUOT and what else allocation fails with; EOPNOTSUPP if the file system cannot allocate.
+    /// ENOSPC, EDQUOT and other errors of allocation; EOPNOTSUPP if the file system cannot allocate.
     pub fn add(&self, node: u64, file: &Arc<OwnedFd>, stores: Stores, from: u64) -> Result<()> {
         let new = || {
             let (ranges, end) = (BTreeSet::new(), 0);
@@ -113,12 +113,12 @@ impl Promises {
         self.drop_empty(node);
     }
 
-    /// The mapper alone adds and removes.
+    /// Only the mapper adds and removes.
     fn drop_empty(&self, node: u64) {
         self.0.remove_if(&node, |_, promise| promise.lock().ranges.is_empty());
     }
 
-    /// Whether the range at `from` is promised.
+    /// Whether the range at `from` has a promise.
     pub fn has(&self, node: u64, from: u64) -> bool {
         self.get(node).is_some_and(|promise| promise.lock().ranges.contains(&from))
     }
@@ -127,15 +127,15 @@ impl Promises {
         self.0.get(&node).map(|promise| promise.clone())
     }
 
-    /// Where the file system puts what is stored to a node's ranges, if there are any.
+    /// Where the file system puts stores to a node's ranges. `None` if it has no range.
     pub fn stores(&self, node: u64) -> Option<Stores> {
         self.get(node).map(|promise| promise.lock().stores)
     }
 
-    /// To be called before the guest can know that the file is so long.
+    /// Call this before the guest can know that the file has `to` bytes.
     ///
     /// # Errors
-    /// As [`add`](Self::add); the guest must not know then.
+    /// As [`add`](Self::add). The guest must then not learn of the size.
     pub fn grows(&self, node: u64, to: u64) -> Result<()> {
         match self.get(node) {
             Some(promise) if to > promise.lock().end => promise.lock().grow(to),
@@ -143,8 +143,8 @@ impl Promises {
         }
     }
 
-    /// The guest itself has written these bytes, which have blocks so, or room set aside. At a full disk there may be none to
-    /// allocate them once more.
+    /// The guest itself has written these bytes, which have blocks so, or room set aside. At a full disk there may be
+    /// none to allocate them once more.
     pub fn filled(&self, node: u64, bytes: impl FnOnce() -> std::ops::Range<u64>) {
         let Some(promise) = self.get(node) else { return };
         let (mut promise, bytes) = (promise.lock(), bytes());
@@ -153,7 +153,7 @@ impl Promises {
         }
     }
 
-    /// The file was cut off, and so were its blocks.
+    /// The file was cut off at `to`, and so were its blocks.
     pub fn shrunk(&self, node: u64, to: u64) {
         if let Some(promise) = self.get(node) {
             let mut promise = promise.lock();

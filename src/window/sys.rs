@@ -1,4 +1,4 @@
-//! System calls that rustix lacks. All of src/window's `unsafe`.
+//! System calls that rustix lacks, with all `unsafe` of src/window.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -21,7 +21,7 @@ pub const BACKING_OPEN: Opcode = opcode::write::<BackingMap>(FUSE, 1);
 /// FUSE_DEV_IOC_BACKING_CLOSE.
 pub const BACKING_CLOSE: Opcode = opcode::write::<u32>(FUSE, 2);
 
-/// What a permission event is answered with (FAN_ALLOW).
+/// The answer to a permission event (FAN_ALLOW).
 const ALLOW: u32 = 1;
 
 /// struct fanotify_event_metadata of include/uapi/linux/fanotify.h.
@@ -40,9 +40,9 @@ struct Metadata {
 /// An event of a fanotify group.
 pub struct Event {
     pub mask: u64,
-    /// The process, or the thread in a group with FAN_REPORT_TID; 0 if it is outside of this process namespace.
+    /// The process, or the thread in a group with FAN_REPORT_TID. 0 if it is outside of this process namespace.
     pub pid: i32,
-    /// The file; none at an overflow.
+    /// The file. `None` if the queue has overflowed.
     pub file: Option<OwnedFd>,
 }
 
@@ -53,16 +53,16 @@ pub fn backing_open(fuse: BorrowedFd, file: BorrowedFd) -> io::Result<i32> {
     check(unsafe { libc::ioctl(fuse.as_raw_fd(), BACKING_OPEN as _, &raw const map) })
 }
 
-/// Writes the dirty pages of a file, without a flush of what is below.
+/// Writes the dirty pages of a file, without flushing the disk's cache.
 pub fn write_back(file: BorrowedFd) -> io::Result<()> {
     let flags = libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE | libc::SYNC_FILE_RANGE_WAIT_AFTER;
     // SAFETY: it takes no pointer.
     let write = || check(unsafe { libc::sync_file_range(file.as_raw_fd(), 0, 0, flags) }).map(drop);
-    // An old error keeps it from writing what is new, and is told once.
+    // An old error is reported once, and keeps the call from writing newer pages. So call it again.
     write().or_else(|e| write().and(Err(e)))
 }
 
-/// Takes the number back. Open files keep the backing file.
+/// Unregisters a backing file. Open files keep it.
 pub fn backing_close(fuse: BorrowedFd, id: i32) -> io::Result<()> {
     // SAFETY: the request reads the one integer that it is given.
     check(unsafe { libc::ioctl(fuse.as_raw_fd(), BACKING_CLOSE as _, &raw const id) }).map(drop)
@@ -107,7 +107,8 @@ pub fn fanotify_allow(group: BorrowedFd, file: BorrowedFd) -> io::Result<()> {
     Ok(())
 }
 
-/// Closes all descriptors but these and the standard ones, whoever owns them: for a process that has just been forked.
+/// Closes all descriptors except these and the standard ones, even those that other code owns. For a process that was
+/// just forked.
 pub fn close_all_but(kept: &[BorrowedFd]) -> io::Result<()> {
     let mut kept: Vec<RawFd> = kept.iter().map(AsRawFd::as_raw_fd).collect();
     kept.sort_unstable();

@@ -1,4 +1,5 @@
-//! The backing table, region 2: where in region 1 each open file is, for the guest to read. docs/protocol.md has its format.
+//! The backing table, region 2: where in region 1 each open file is, for the guest to read. docs/protocol.md has its
+//! format.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -12,10 +13,10 @@ use vm_memory::{AtomicAccess, Bytes, FileOffset, VolatileMemory};
 
 use super::RANGE;
 
-/// Bytes of region 2: the smallest that keeps region 1, which has the rest, a multiple of 2 MiB.
+/// Bytes of region 2: the least that leaves a multiple of 2 MiB for region 1.
 pub const LEN: u64 = RANGE;
 
-/// Entries, with the header: far more than there can be slots, as revoked files keep theirs.
+/// Entries, with the header: far more than there can be slots, since revoked files keep their entries.
 pub const ENTRIES: u32 = 4096;
 
 /// Bytes of the header and of each entry.
@@ -59,7 +60,8 @@ pub enum Change {
     AllowStores,
     /// Live → Revoking: the guest must let go.
     Revoke,
-    /// Free, Revoking or Gone → Gone: the slot is lost. The guest has let go of it, had too much time, or never knew of it.
+    /// Free, Revoking or Gone → Gone: the slot is lost. The guest has let go of it, had too much time, or never knew of
+    /// it.
     Withdraw,
     /// Any → Free: the last open is released, or the session is over.
     Release,
@@ -139,7 +141,8 @@ pub struct Line {
     pub slot: Option<(u64, u64)>,
     /// The first byte for which a store may have to find room on the disk. There is none if this is `size` or more.
     pub hole: u64,
-    /// How often `hole` went down. Whoever raises `hole` after a look at the file checks that no hole came about meanwhile.
+    /// How often `hole` went down. Whoever raises `hole` after a look at the file checks that no hole came about
+    /// meanwhile.
     pub holes: u64,
     /// The file's blocks when the daemon last looked, in units of 512 bytes as statx(2) counts them.
     pub blocks: u64,
@@ -160,7 +163,8 @@ impl Line {
     /// Changes the entry's state. Nothing else does.
     ///
     /// # Errors
-    /// EAGAIN if the state does not allow the change, or if there is no slot to [`Map`](Change::Map). The entry then stays as it is.
+    /// EAGAIN if the state does not allow the change, or if there is no slot to [`Map`](Change::Map). The entry then
+    /// stays as it is.
     pub fn step(&mut self, change: Change) -> Result<(), Errno> {
         let after = self.entry.state.after(change).ok_or(Errno::AGAIN)?;
         match change {
@@ -194,10 +198,10 @@ impl Line {
     }
 }
 
-/// Nothing is read back but the acknowledgements. The memory is the guest's to write.
+/// The guest may write to the memory, so the daemon reads nothing but the acknowledgements from it.
 ///
-/// Lock rule: one line at a time, as the last lock; no call to the frontend while it is held. A stat of the line's file is
-/// made under it, so that the last one to look writes last.
+/// Lock rule: one line at a time, as the last lock; no call to the frontend while it is held. A stat of the line's file
+/// is made under it, so that the last one to look writes last.
 pub struct Table {
     memory: MmapRegion<()>,
     lines: Box<[Mutex<Line>]>,
@@ -208,7 +212,7 @@ impl Table {
     pub fn new() -> io::Result<Self> {
         let fd = memfd_create("thruway-table", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         ftruncate(&fd, LEN)?;
-        // A page that is cut off would be a SIGBUS here.
+        // If somebody cut off a page, this process would get SIGBUS.
         fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         let memory = MmapRegion::from_file(FileOffset::new(fd.into(), 0), LEN as usize).map_err(io::Error::other)?;
         let lines = (0..ENTRIES).map(|_| Mutex::default()).collect();
@@ -217,12 +221,12 @@ impl Table {
         Ok(table)
     }
 
-    /// What the frontend maps.
+    /// The file that the frontend maps.
     pub fn file(&self) -> Option<BorrowedFd<'_>> {
         self.memory.file_offset().map(|file| file.file().as_fd())
     }
 
-    /// Frees all entries, and writes the header anew.
+    /// Frees all entries and writes the header anew.
     pub fn clear(&self) {
         *self.revocations.lock() = 0;
         self.put(REVOCATIONS, 0u32, Ordering::Relaxed);
@@ -236,7 +240,7 @@ impl Table {
         self.put(0, MAGIC.to_le(), Ordering::Release);
     }
 
-    /// Changes an entry, and shows the guest what is new.
+    /// Changes an entry, and writes what changed to the guest's memory.
     pub fn update<R>(&self, index: u32, change: impl FnOnce(&mut Line) -> R) -> R {
         let mut line = self.lines[index as usize % self.lines.len()].lock();
         let before = line.entry;
@@ -244,7 +248,7 @@ impl Table {
         if line.entry != before {
             write((index * ENTRY_SIZE) as usize, self, &mut line);
         }
-        // After the flag, under the lock: a guest that sees the count sees the flag.
+        // After the flag and under the lock, so that a guest that sees the count also sees the flag.
         if line.entry.state.is_revoked() && !before.state.is_revoked() {
             let mut revocations = self.revocations.lock();
             *revocations = revocations.wrapping_add(1);
@@ -253,24 +257,24 @@ impl Table {
         result
     }
 
-    /// An entry as the daemon knows it.
+    /// An entry as the daemon has it.
     pub fn entry(&self, index: u32) -> Entry {
         self.lines[index as usize % self.lines.len()].lock().entry
     }
 
-    /// The last generation that the guest says to have let go of.
+    /// The last generation that the guest has let go of, as it says.
     pub fn acknowledged(&self, index: u32) -> u32 {
         let ack: Result<u32, _> = self.memory.as_volatile_slice().load(ack_at(index), Ordering::Acquire);
         ack.map_or(0, u32::from_le)
     }
 
     fn put<T: AtomicAccess>(&self, at: usize, value: T, order: Ordering) {
-        // Never out of bounds: all offsets are below LEN.
+        // All offsets are below LEN, so this never fails.
         let _ = self.memory.as_volatile_slice().store(value, at, order);
     }
 }
 
-/// What entries are written to.
+/// A memory that entries are written to.
 trait Words {
     fn put32(&self, at: usize, value: u32, order: Ordering);
     fn put64(&self, at: usize, value: u64, order: Ordering);
@@ -291,7 +295,8 @@ impl Words for Table {
     }
 }
 
-/// Writes an entry such that a reader can tell whether it has read one and the same: its number is odd meanwhile.
+/// Writes an entry. Its sequence number is odd while it is incomplete, so that a reader can tell whether it has read
+/// all of one version.
 fn write(at: usize, to: &impl Words, line: &mut Line) {
     let entry = &line.entry;
     to.put32(at, line.seq.wrapping_add(1), Ordering::Relaxed);
@@ -346,7 +351,7 @@ mod tests {
         assert_eq!(STATES.map(EntryState::flags), [0, 1, 3, 5, 7, 4]);
     }
 
-    /// All 30 pairs of a state and a change: flags after it, or none where it is refused.
+    /// All 30 pairs of a state and a change. `None`: the change is refused.
     #[test]
     fn each_state_allows_its_changes_and_no_others() {
         let [free, live, writable, revoking, revoking_writable, gone] = STATES;
@@ -499,8 +504,8 @@ mod tests {
     }
 }
 
-/// Each order of steps, and each value that a relaxed load may see. [`write`] is the real one; readers are what docs/protocol.md
-/// asks of the guest.
+/// Each order of steps, and each value that a relaxed load may see. [`write`] is the real one; readers are what
+/// docs/protocol.md asks of the guest.
 #[cfg(test)]
 mod orders {
     use std::sync::Arc;
@@ -511,7 +516,7 @@ mod orders {
 
     use super::*;
 
-    /// One entry; what the guest has acknowledged.
+    /// One entry, and what the guest has acknowledged.
     #[derive(Default)]
     struct Memory {
         seq: AtomicU32,
@@ -530,7 +535,7 @@ mod orders {
         }
 
         fn put64(&self, at: usize, value: u64, order: Ordering) {
-            // Three of the five: the others are between them.
+            // Only three of the five words: the others are between them.
             if at != 16 && at != 24 {
                 self.words[at / 8 - 1].store(value, order);
             }
@@ -542,7 +547,7 @@ mod orders {
     }
 
     impl Memory {
-        /// Flags, three words and the generation, if none was written meanwhile.
+        /// Flags, three words and the generation, unless a writer came in between.
         fn read(&self) -> Option<(u32, [u64; 3], u32)> {
             let seq = self.seq.load(Ordering::Acquire);
             let flags = self.flags.load(Ordering::Relaxed);
@@ -598,11 +603,11 @@ mod orders {
             let guest = thread::spawn({
                 let (memory, slot) = (memory.clone(), slot.clone());
                 move || {
-                    // It may look twice before it lets go.
+                    // The guest may look twice before it lets go.
                     for _ in 0..2 {
                         match memory.read() {
                             Some((VALID, ..)) => slot.with(|at| {
-                                // SAFETY: loom sees to it that nobody writes meanwhile.
+                                // SAFETY: loom checks that nobody writes at the same time.
                                 assert_eq!(unsafe { *at }, 1);
                             }),
                             Some((_, _, generation)) => return memory.ack.store(generation, Ordering::Release),

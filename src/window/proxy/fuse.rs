@@ -21,8 +21,8 @@ const MAX_IO: usize = 1 << 20;
 /// Room for the headers of a WRITE: the kernel wants a page at the least.
 const HEADERS: usize = 4096;
 
-/// How deep the file systems of backing files may be stacked: overlayfs is 1 deep and must be less than this; it is also
-/// the kernel's maximum (FILESYSTEM_MAX_STACK_DEPTH).
+/// How deep the file systems of backing files may be stacked: overlayfs is 1 deep and must be less than this; it is
+/// also the kernel's maximum (FILESYSTEM_MAX_STACK_DEPTH).
 const STACK_DEPTH: u32 = 2;
 
 /// Seconds for which the kernel need not ask for attributes again, which never change: a day.
@@ -146,7 +146,7 @@ fn real(shared: &Shared, nodeid: u64) -> Result<Arc<OwnedFd>, Errno> {
     shared.nodes.with(nodeid, |node| Arc::clone(&node.real)).ok_or(Errno::BADF)
 }
 
-/// Beyond the real file's end there are zeros, so that a mapping never raises SIGBUS for them.
+/// Reads zeros beyond the real file's end, so that a mapping never raises SIGBUS there.
 fn read<'a>(shared: &Shared, nodeid: u64, body: &[u8], out: &'a mut [u8]) -> Reply<'a> {
     let (args, _): (ReadIn, _) = args(body)?;
     let file = real(shared, nodeid)?;
@@ -164,8 +164,8 @@ fn read<'a>(shared: &Shared, nodeid: u64, body: &[u8], out: &'a mut [u8]) -> Rep
     Ok(out)
 }
 
-/// Drops what is beyond the real file's end, and says that all was written. A truncation between the look at the size
-/// and the write can be undone by it.
+/// Drops what is beyond the real file's end, and reports that everything was written. If a truncation comes between the
+/// look at the size and the write, the write can undo it.
 fn write<'a>(shared: &Shared, nodeid: u64, body: &[u8], out: &'a mut [u8]) -> Reply<'a> {
     let (args, data): (WriteIn, _) = args(body)?;
     let node = |node: &mut Node| (Arc::clone(&node.real), node.outdated);

@@ -1,13 +1,13 @@
-//! The window process's eyes on host processes: one fanotify group holds those that may shrink a mapped file, another
-//! tells of those that change a file that a Cached node has pages of.
+//! How the window process watches host processes. One fanotify group holds those that may shrink a mapped file. Another
+//! reports changes to files that a Cached proxy file has pages of.
 //!
-//! Pre-content events do not say whether the caller reads, writes or truncates; its system call does, which
-//! /proc/TID/syscall shows while it waits for the answer. What cannot be known is taken for a truncation, and costs a
-//! revocation: whatever io_uring leaves to its workers, 32-bit programs, openat2(2), kernel threads such as KVM's that
-//! fault pages in, processes of an outer process namespace.
+//! Pre-content events do not say whether the caller reads, writes or truncates. Its system call does: /proc/TID/syscall
+//! shows it while the caller waits for the answer. What the guard cannot know counts as a truncation, and costs a
+//! revocation. Examples are what io_uring leaves to its workers, 32-bit programs, openat2(2), kernel threads that fault
+//! pages in, such as KVM's, and processes of an outer process namespace.
 //!
-//! What it cannot see: callers that had the file open before it was marked, NFS and SMB clients of this host, mappings in
-//! processes that do not keep the descriptor.
+//! The guard cannot see callers that had the file open before it was marked, NFS and SMB clients of this host, and
+//! mappings in processes that do not keep the descriptor.
 
 use std::collections::HashSet;
 use std::os::fd::{AsFd, OwnedFd};
@@ -26,10 +26,12 @@ use super::nodes::FileId;
 use super::shared::Shared;
 use crate::window::sys::{self, Event};
 
-/// How long a caller may take from its event to its sleep, where its system call can be read: it has only to be scheduled.
+/// How long a caller may take from its event to its sleep, where its system call can be read: it has only to be
+/// scheduled.
 const TO_SLEEP: Duration = Duration::from_millis(100);
 
-/// How often the callers that wait are looked at: against `DEADLINE` it is nothing, against the cost of a look it is a lot.
+/// How often the callers that wait are looked at: against `DEADLINE` it is nothing, against the cost of a look it is a
+/// lot.
 const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 5_000_000 };
 
 /// Tries to see a caller asleep before the others' events are looked at. One is enough most of the time.
@@ -80,7 +82,7 @@ fn has_event(gate: &Gate) -> bool {
     event
 }
 
-/// Answers at once what is harmless, as nearly all events are.
+/// Answers harmless events at once. Nearly all are.
 fn first_look(gate: &Gate, last: &mut LastCaller, event: Event) -> Option<Waiting> {
     let file = event.file?;
     for _ in 0..LOOKS {
@@ -184,8 +186,8 @@ const KVM_RUN: u64 = 0xae80;
 /// Allocates, and keeps or raises the size; other modes of fallocate(2) take blocks away.
 const ALLOCATES: u64 = (FALLOC_FL_KEEP_SIZE | FALLOC_FL_UNSHARE_RANGE) as u64;
 
-/// Whether the thread with this line of /proc/TID/syscall cannot be about to take blocks from this file, or to have another
-/// share them.
+/// Whether the thread with this line of /proc/TID/syscall cannot be about to take blocks from this file, or to have
+/// another share them.
 fn leaves_blocks(mask: u64, line: &str, file: &OwnedFd) -> bool {
     let copies = || line.split(' ').next().and_then(|number| number.parse().ok()) == Some(SYS_copy_file_range);
     // Where a store goes to the same blocks, a copy has its own, but for XFS.
@@ -201,8 +203,8 @@ fn is_harmless(mask: u64, line: &str) -> bool {
     let numbers: Option<Vec<u64>> = words.map(|word| u64::from_str_radix(word.strip_prefix("0x")?, 16).ok()).collect();
     let (Some(number), Some(numbers)) = (number, numbers) else { return false };
     match (number, &*numbers) {
-        // Threads of the kernel and io_uring's workers have no user's instruction pointer, and what is in their registers
-        // means nothing.
+        // Kernel threads and io_uring's workers have no instruction pointer in user space, and their registers mean
+        // nothing.
         (_, [.., 0]) => false,
         (SYS_execve | SYS_execveat, [_, ..]) => true,
         (_, _) if mask & FAN_OPEN_PERM != 0 => opens_whole(number, &numbers),
@@ -232,7 +234,8 @@ fn opens_whole(number: c_long, arguments: &[u64]) -> bool {
 /// guest still sees what it did at once.
 const GATHERED: Duration = Duration::from_millis(1);
 
-/// Makes the kernel forget the pages of Cached nodes whose files others have changed, and tells the daemon of watched ones.
+/// Makes the kernel forget the pages of Cached nodes whose files others have changed, and tells the daemon of watched
+/// ones.
 pub fn watch(shared: &Shared, watch: &Watch) {
     let mut buffer = [0; BUFFER];
     loop {
@@ -247,8 +250,8 @@ pub fn watch(shared: &Shared, watch: &Watch) {
         }
         let nodes: HashSet<u64> = files.into_iter().flat_map(|file| shared.nodes.cached(file)).collect();
         for nodeid in nodes {
-            // A dirty page is old but for what the guest stored in it since it was written back last, moments ago: that
-            // is lost to the host's change, which would else be lost to the page.
+            // A dirty page is old, except for what the guest stored since it was last written back, moments ago. The
+            // host's change replaces that; otherwise the page would replace the host's change.
             shared.nodes.with(nodeid, |node| node.outdated = true);
             let _ = shared.invalidate_node(nodeid);
             shared.nodes.with(nodeid, |node| node.outdated = false);
@@ -303,7 +306,8 @@ mod tests {
     #[test]
     #[cfg(target_arch = "x86_64")]
     fn no_number_shrinks_a_file_in_a_32_bit_program() {
-        // open, creat, execve, truncate, ftruncate, truncate64, ftruncate64, fallocate, openat2, open_by_handle_at of i386.
+        // open, creat, execve, truncate, ftruncate, truncate64, ftruncate64, fallocate, openat2, open_by_handle_at of
+        // i386.
         for number in [5, 8, 11, 92, 93, 193, 194, 324, 342, 437] {
             assert!(!MOVES_DATA.contains(&number), "{number}");
             assert!(!opens_whole(number, &[0; 8]), "{number}");

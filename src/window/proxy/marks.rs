@@ -44,7 +44,8 @@ impl Marks {
         Ok(())
     }
 
-    /// Whether the kernel has events of this mask for any file: a tmpfs file gets EOPNOTSUPP if so, else EINVAL.
+    /// Whether the kernel has events of this mask for any file. For a tmpfs file it answers EOPNOTSUPP if it does,
+    /// EINVAL otherwise.
     fn knows_mask(&self) -> bool {
         let Ok(probe) = rustix::fs::memfd_create("thruwayd-probe", rustix::fs::MemfdFlags::CLOEXEC) else {
             return false;
@@ -60,7 +61,7 @@ impl Marks {
         *count -= 1;
         if *count == 0 {
             counts.remove(&file);
-            // What is gone has no mark either.
+            // A file that is gone has no mark.
             let _ = sys::fanotify_mark(self.group.as_fd(), FAN_MARK_REMOVE, self.mask, real.as_fd());
         }
     }
@@ -69,10 +70,10 @@ impl Marks {
 /// Where host processes wait that may shrink a mapped file: what other threads than the guard's know of it.
 pub struct Gate {
     pub marks: Marks,
-    /// Written when a Through node is gone.
+    /// Written when a Through proxy file is gone.
     pub wake: OwnedFd,
     pub proc: Proc,
-    /// Callers that were let go on after a revocation, until it is seen that they have.
+    /// Callers that may go on after a revocation, until they have done so.
     pub passing: Mutex<Vec<Passing>>,
 }
 
@@ -84,7 +85,7 @@ pub struct Passing {
 }
 
 impl Gate {
-    /// The reason if it cannot be.
+    /// The error is the reason why there is no guard, in one line.
     pub fn new() -> Result<Self, String> {
         let flags = FAN_CLASS_PRE_CONTENT | FAN_UNLIMITED_QUEUE | FAN_REPORT_TID;
         let no_events = "the kernel has no pre-content events (they came with Linux 6.14)";
@@ -96,12 +97,12 @@ impl Gate {
         Ok(Self { marks, wake, proc: Proc::open()?, passing: Mutex::default() })
     }
 
-    /// A Through node is gone.
+    /// A Through proxy file is gone.
     pub fn wake(&self) {
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
-    /// Whether a caller that waited for the end of a mapping of this file may still be about to shrink it.
+    /// Whether a caller that waited for the end of a mapping of this file may still shrink it.
     pub fn is_passing(&self, file: FileId) -> bool {
         let mut passing = self.passing.lock();
         passing.retain(|p| p.since.elapsed() < DEADLINE && self.proc.may_be_in(p.caller, &p.call));
@@ -139,7 +140,7 @@ impl Proc {
         thread > 0 && statat(&self.0, format!("{process}/task/{thread}"), AtFlags::empty()).is_ok()
     }
 
-    /// Whether a thread may still be in a system call that it was seen in.
+    /// Whether a thread may still be in a system call that it was in before.
     fn may_be_in(&self, thread: i32, call: &str) -> bool {
         self.call(thread).is_ok_and(|now| now == RUNNING || now == call)
     }
@@ -152,8 +153,8 @@ fn read_call(file: &OwnedFd) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&line[..length]).trim_ascii().to_owned())
 }
 
-/// The caller that was looked at last, most likely the next one too. Its file stays that thread's: if the number goes to
-/// another thread, reading fails.
+/// The last caller that was looked at, which is often the next one too. Its open file belongs to that thread: if
+/// another thread gets the number, reading fails.
 #[derive(Default)]
 pub struct LastCaller(Option<(i32, OwnedFd)>);
 
@@ -169,10 +170,10 @@ impl LastCaller {
     }
 }
 
-/// What /proc/TID/syscall says of a thread that is not asleep.
+/// What /proc/TID/syscall says for a thread that is not asleep.
 pub const RUNNING: &str = "running";
 
-/// Tells of changes to files.
+/// Reports changes to files.
 pub struct Watch {
     pub marks: Marks,
 }

@@ -32,7 +32,7 @@ pub struct Answer {
     pub guarded: u32,
 }
 
-/// What the window process says unasked.
+/// A message of the window process that is no answer.
 #[repr(C)]
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct Notice {
@@ -48,10 +48,11 @@ pub const CHANGED: u64 = 3;
 /// A truncation was let go on although the file may still be mapped.
 pub const OVERDUE: u64 = 2;
 
-/// The first message of the window process: this byte and why there is no guard, or else why there is no proxy.
+/// The first byte of the window process's first message if it works. The reason why there is no guard follows. Without
+/// this byte, the message is the reason why there are no proxy files.
 pub const READY: u8 = b'+';
 
-/// A received message: its length (0: the other end is gone), its descriptor, its sender.
+/// A received message: its length (0 if the other end is gone), its descriptor, its sender.
 pub struct Message {
     pub len: usize,
     pub fd: Option<OwnedFd>,

@@ -32,25 +32,25 @@ use messages::{Answer, CHANGED, Call, INVALIDATE, Notice, OPEN_CACHED, OPEN_THRO
 
 use crate::sandbox::seccomp;
 
-/// What a proxy file does with the real one.
+/// How a proxy file uses the real one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Its mapping is a mapping of the real file: beyond that one's end it raises SIGBUS.
+    /// Its mapping is a mapping of the real file. Beyond the real file's end it raises SIGBUS.
     Through,
-    /// It has a page cache of its own. Beyond the end of the real file it reads as zeros and forgets what is written.
+    /// It has its own page cache. Beyond the real file's end it reads zeros and drops what is written.
     Cached,
 }
 
 /// Whether host processes that truncate a mapped file are held until the mapping is gone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum GuardMode {
-    /// They are not.
+    /// They are not held.
     None,
-    /// They are, by pre-content events, where the kernel and the file system have them.
+    /// They are held by pre-content events, where the kernel and the file system have these.
     Fanotify,
 }
 
-/// Which guard there is. It does not see truncations through descriptors that were open before the file was mapped.
+/// Whether there is a guard.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Guard {
     On,
@@ -72,12 +72,13 @@ impl fmt::Display for Guard {
 #[error("{0}")]
 pub struct Error(String);
 
-/// What others do to a file, by the caller's number for it.
+/// What others do to a file. The number is the id of its proxy file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Event {
-    /// A truncation waits until the Through file is gone: all its mappings, and then all its descriptors, here and in QEMU.
+    /// A truncation waits until the Through proxy file is gone: all its mappings, and then all its descriptors, here
+    /// and in QEMU.
     Revoke(u64),
-    /// It was written to, or given another size.
+    /// It was written to, or its size changed.
     Changed(u64),
 }
 
@@ -89,7 +90,7 @@ pub struct Opened {
     pub guarded: bool,
 }
 
-/// The daemon's end of the window process, which ends with it.
+/// The daemon's end of the window process. When it is dropped, the window process ends.
 #[derive(Debug)]
 pub struct Proxy {
     calls: Mutex<OwnedFd>,
@@ -109,13 +110,13 @@ pub fn start(guard: GuardMode, action: seccomp::Action) -> Result<Proxy, Error> 
 
 impl Proxy {
     /// Opens the proxy file of `real`. `id` is the caller's number for that file, from 1 on and never used for another.
-    /// For [`Kind::Through`] `real` must be O_RDWR; look at its size after this call, not before. Both kinds may be open
-    /// for one id, with different `real` of the same inode. All that the window process holds for the file goes when the
-    /// last descriptor of the proxy file is closed, here and in QEMU.
+    /// For [`Kind::Through`] `real` must be O_RDWR; look at its size after this call, not before. Both kinds may be
+    /// open for one id, with different `real` of the same inode. All that the window process holds for the file goes
+    /// when the last descriptor of the proxy file is closed, here and in QEMU.
     ///
     /// # Errors
-    /// EBUSY while the file is to be dropped after [`Event::Revoke`], and until the truncation that waited for
-    /// that is over (2 seconds at most); EACCES if `real` must be O_RDWR and is not; ESTALE if `id` is in use for another
+    /// EBUSY while the file is to be dropped after [`Event::Revoke`], and until the truncation that waited for that is
+    /// over (2 seconds at most); EACCES if `real` must be O_RDWR and is not; ESTALE if `id` is in use for another
     /// inode.
     pub fn open(&self, id: u64, kind: Kind, real: BorrowedFd) -> io::Result<Opened> {
         let what = if kind == Kind::Through { OPEN_THROUGH } else { OPEN_CACHED };
@@ -124,13 +125,13 @@ impl Proxy {
         Ok(Opened { fd, guarded: answer.guarded != 0 })
     }
 
-    /// Makes the Cached file of `id` forget what it has read. Changes by the guest through its file system need this;
-    /// those by host processes are noticed by the guard, if there is one.
+    /// Makes the Cached proxy file of `id` forget what it has read. Changes by the guest's messages need this. The
+    /// guard, if there is one, notices changes by host processes.
     pub fn invalidate(&self, id: u64) -> io::Result<()> {
         self.call(Call { what: INVALIDATE, id }, None).map(drop)
     }
 
-    /// Has [`Event::Changed`] told of the Through file of `id` as long as it is open.
+    /// Asks for [`Event::Changed`] for the Through proxy file of `id`, as long as it is open.
     ///
     /// # Errors
     /// ENOENT if it is not, ENOSYS without a guard.
@@ -138,8 +139,8 @@ impl Proxy {
         self.call(Call { what: WATCH, id }, None).map(drop)
     }
 
-    /// Waits for what others do to files. `None` once the window process has ended. The id may be one that [`Proxy::open`]
-    /// has not returned yet, or one that is closed already.
+    /// Waits for the next event. `None` once the window process has ended. The event may be of a proxy file that
+    /// [`Proxy::open`] has not returned yet, or that is closed already.
     pub fn next_event(&self) -> Option<Event> {
         let mut notice = [0; size_of::<Notice>()];
         loop {
@@ -160,12 +161,12 @@ impl Proxy {
         }
     }
 
-    /// Which guard there is.
+    /// Whether there is a guard.
     pub fn guard(&self) -> &Guard {
         &self.guard
     }
 
-    /// The window process, a child of the one that called [`start`].
+    /// The window process. It is a child of the process that called [`start`].
     pub fn pid(&self) -> Pid {
         self.pid
     }

@@ -31,19 +31,20 @@ impl FileId {
 pub struct Node {
     pub real: Arc<OwnedFd>,
     pub file: FileId,
-    /// The number of the backing file, of a Through one.
+    /// The number of the backing file. Only a Through proxy file has one.
     pub backing: Option<i32>,
     pub marked: bool,
     /// The daemon is told when others change the file.
     pub watched: bool,
-    /// What its pages have is out of date: writes are let go.
+    /// Its pages are out of date: writes are dropped.
     pub outdated: bool,
     /// The daemon was asked to drop it.
     revoked: bool,
     opens: u32,
 }
 
-/// The open proxy files by FUSE nodeid: 2 * id, plus 1 for a Cached one. One that nobody has open is forgotten.
+/// The open proxy files by FUSE nodeid: 2 * id, plus 1 for a Cached one. A proxy file that nobody has open is
+/// forgotten.
 #[derive(Default)]
 pub struct Nodes(Mutex<HashMap<u64, Node>>);
 
@@ -56,7 +57,7 @@ impl Nodes {
         }
     }
 
-    /// Counts an open of a node that is there; a Cached one is served from `real` from now on. `None`: it isn't.
+    /// Counts an open of a proxy file. A Cached one uses `real` from now on. `None` if there is no such proxy file.
     ///
     /// # Errors
     /// EBUSY if the daemon was asked to drop it, ESTALE if it stands for another file.
@@ -73,19 +74,19 @@ impl Nodes {
         Ok(Some(()))
     }
 
-    /// Enters a node as open once.
+    /// Adds a proxy file that is open once.
     pub fn insert(&self, nodeid: u64, file: FileId, real: Arc<OwnedFd>, backing: Option<i32>) {
         let node =
             Node { real, file, backing, marked: false, watched: false, outdated: false, revoked: false, opens: 1 };
         self.0.lock().insert(nodeid, node);
     }
 
-    /// Calls `f` with an open node.
+    /// Calls `f` with an open proxy file.
     pub fn with<T>(&self, nodeid: u64, f: impl FnOnce(&mut Node) -> T) -> Option<T> {
         self.0.lock().get_mut(&nodeid).map(f)
     }
 
-    /// Counts an open; the backing number if there is one.
+    /// Counts an open. Returns the backing file's number, if there is one.
     pub fn opened(&self, nodeid: u64) -> Option<Option<i32>> {
         self.with(nodeid, |node| {
             node.opens += 1;
@@ -93,7 +94,7 @@ impl Nodes {
         })
     }
 
-    /// Whether the daemon was asked to drop one of the file's nodes.
+    /// Whether the daemon was asked to drop one of the file's proxy files.
     pub fn is_leaving(&self, file: FileId) -> bool {
         self.0.lock().values().any(|node| node.revoked && node.file == file)
     }
@@ -103,7 +104,7 @@ impl Nodes {
         self.with(nodeid, |node| node.revoked).unwrap_or(true)
     }
 
-    /// Takes back one open; the node if it was the last.
+    /// Counts one open less. Returns the proxy file if it was the last.
     pub fn released(&self, nodeid: u64) -> Option<Node> {
         let mut table = self.0.lock();
         let node = table.get_mut(&nodeid)?;
@@ -111,7 +112,8 @@ impl Nodes {
         if node.opens == 0 { table.remove(&nodeid) } else { None }
     }
 
-    /// Asks with `ask(id)` for the end of each Through node of `file`, until that says true. Whether there are any.
+    /// Asks for the end of each Through proxy file of `file`, by `ask(id)`, until that returns true. Whether there are
+    /// any.
     pub fn revoke(&self, file: FileId, ask: impl Fn(u64) -> bool) -> bool {
         let mut any = false;
         for (nodeid, node) in self.0.lock().iter_mut().filter(|(id, node)| *id % 2 == 0 && node.file == file) {
@@ -121,14 +123,14 @@ impl Nodes {
         any
     }
 
-    /// The ids of nodes of `file`, or of all files, whose changes the daemon is told of.
+    /// The ids of the watched proxy files of `file`, or of all files.
     pub fn watched(&self, file: Option<FileId>) -> Vec<u64> {
         let table = self.0.lock();
         let wanted = |node: &Node| node.watched && file.is_none_or(|file| node.file == file);
         table.iter().filter(|(_, node)| wanted(node)).map(|(id, _)| id / 2).collect()
     }
 
-    /// The Cached nodes of `file`; of all files if none is given.
+    /// The nodeids of the Cached proxy files of `file`, or of all files.
     pub fn cached(&self, file: Option<FileId>) -> Vec<u64> {
         let table = self.0.lock();
         let of_file = |node: &Node| file.is_none_or(|file| node.file == file);

@@ -141,7 +141,7 @@ impl Setup {
 
     /// Gives up what the process does not need, and starts its threads.
     fn enter(self, mode: GuardMode, action: seccomp::Action) -> Result<Arc<Shared>, Error> {
-        // If the daemon has ended before this, its socket tells.
+        // If the daemon ended before this call, the socket reports it.
         set_parent_process_death_signal(Some(Signal::KILL)).step("ask for a signal at the daemon's end")?;
         // Ctrl-Z is for the daemon: stopped, this process would stop others.
         setsid().step("start a session")?;
@@ -173,7 +173,8 @@ fn probe(shared: &Shared) -> Result<(), Error> {
     sys::backing_close(shared.fuse.as_fd(), id).step("close a backing file")
 }
 
-/// Makes the mount the root, so that no path leads anywhere. The kernel asks this process, which so needs two threads.
+/// Makes the mount the root, so that no path leads anywhere. Meanwhile this process must answer the kernel, so it takes
+/// two threads.
 fn enter_root(shared: &Arc<Shared>, fuse: &mut Fuse) -> Result<(), Error> {
     let root = Arc::clone(shared);
     let entering = thread::spawn(move || fchdir(&root.root).and_then(|()| chroot(".")));
@@ -187,7 +188,7 @@ fn enter_root(shared: &Arc<Shared>, fuse: &mut Fuse) -> Result<(), Error> {
     entering.join().unwrap_or(Err(Errno::IO)).step("make its mount the root")
 }
 
-/// Backing files and marks of others' files take the first two; to read others' system calls takes the third.
+/// Backing files and marks of others' files need the first two; reading others' system calls needs the third.
 fn limit_capabilities(guard: bool) -> Result<(), Error> {
     let kept = [CAP_SYS_ADMIN, CAP_DAC_READ_SEARCH, CAP_SYS_PTRACE];
     let kept = if guard { &kept[..] } else { &kept[..2] };

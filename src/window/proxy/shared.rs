@@ -26,7 +26,7 @@ pub struct Shared {
     pub calls: OwnedFd,
     pub notices: OwnedFd,
     pub nodes: Nodes,
-    /// The process whose calls are served.
+    /// The daemon's process.
     pub daemon: AtomicI32,
     pub gate: Result<Gate, String>,
     pub watch: Option<Watch>,
@@ -92,7 +92,7 @@ impl Shared {
         }
         let real = Arc::new(real);
         let is_passing = |gate: &Gate| kind == Kind::Through && gate.is_passing(file);
-        // A new one would be asked for at once, and the caller that waits would wait on.
+        // If there were a new proxy file at once, the truncation would have to wait on.
         let is_leaving = kind == Kind::Through && self.nodes.is_leaving(file);
         if is_leaving || self.gate.as_ref().is_ok_and(is_passing) {
             return Err(Errno::BUSY);
@@ -101,7 +101,7 @@ impl Shared {
             let backing = (kind == Kind::Through).then(|| sys::backing_open(self.fuse.as_fd(), real.as_fd()));
             self.nodes.insert(nodeid, file, Arc::clone(&real), backing.transpose().map_err(errno)?);
         }
-        // The node is open once more than the kernel knows until it knows it.
+        // This open counts until the kernel knows of its own.
         let opened = self.open_node(nodeid, file, &real);
         self.released(nodeid);
         opened.map(|(fd, marked)| {
@@ -110,7 +110,7 @@ impl Shared {
         })
     }
 
-    /// Opens the proxy file and only then marks the real one: page faults by its mappings shall be no events.
+    /// Opens the proxy file and only then marks the real one, so that page faults of its mappings are no events.
     fn open_node(&self, nodeid: u64, file: FileId, real: &Arc<OwnedFd>) -> Result<(OwnedFd, bool), Errno> {
         let fd = openat(&self.root, nodeid.to_string(), OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
         let marked = self.nodes.with(nodeid, |node| node.marked).unwrap_or(false);
@@ -119,7 +119,7 @@ impl Shared {
         if self.nodes.is_revoked(nodeid) { Err(Errno::BUSY) } else { Ok((fd, marked)) }
     }
 
-    /// The group that a node's file is marked in.
+    /// The fanotify group that marks a proxy file's real file.
     fn marks(&self, nodeid: u64) -> Option<&Marks> {
         match nodeid % 2 {
             0 => self.gate.as_ref().ok().map(|gate| &gate.marks),
@@ -127,7 +127,7 @@ impl Shared {
         }
     }
 
-    /// Takes back an open of a node; with the last, everything goes.
+    /// Counts one open of a proxy file less. After the last one, drops everything that belongs to it.
     pub fn released(&self, nodeid: u64) {
         let Some(node) = self.nodes.released(nodeid) else { return };
         if node.marked {
