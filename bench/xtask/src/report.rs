@@ -105,7 +105,7 @@ does every job of the table. A job that is limited by time runs for 5 s, or for 
   worse by more than {:.0} %.
 
 To repeat it, run `make bench` as root on a machine that does nothing else, or
-`make bench ARGS='--rounds 5 --only uml,qemu'`.
+`make bench ARGS='--rounds 5 --only uml,qemu'`. `cargo run -p xtask -- plots` redraws the plots from the tables.
 
 **The contenders.** virtiofsd and thruwayd run with their defaults: cache mode, sandbox, no O_DIRECT. *Pool 0* and *pool
 4* are virtiofsd's `--thread-pool-size`. *DAX* and *passthrough* are thruwayd with `--dax-window` and
