@@ -76,8 +76,7 @@ impl Loaded<'_> {
 /// Puts the slices of the chain that starts at `head` into `work` and its writable ranges into `segments`.
 ///
 /// The second result is the errno of a chain that must be refused: EFAULT if a descriptor or its buffer is not in guest
-/// memory, EINVAL if the chain breaks the rules. Even then `work` has what is needed to answer the request, if that
-/// precedes the fault.
+/// memory, EINVAL if the chain breaks the rules. `work` has the slices before the fault, and the room for an answer.
 pub fn load<'a>(
     mem: &'a LoadedMemory,
     table: Table,
@@ -169,7 +168,7 @@ pub fn first(segments: &[Segment], len: usize) -> &[Segment] {
     &segments[..end]
 }
 
-/// Whether none of these bytes belongs to a mapped file.
+/// Whether all these bytes are in memory that is not a mapped file.
 pub fn is_near(mem: &Memory, addr: GuestAddress, len: usize) -> bool {
     each_slice(mem, addr, len, near).is_ok()
 }

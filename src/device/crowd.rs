@@ -1,5 +1,5 @@
-//! Which large transfers leave a queue's worker. A worker copies data fastest itself, but a request that comes
-//! meanwhile waits.
+//! Which large transfers leave a queue's worker. It is fastest if the worker copies the data itself, but then the next
+//! request has to wait.
 
 /// A transfer of this many bytes or more leaves a crowded worker: about 50 µs of copying, several times what it costs
 /// to have another thread copy.
@@ -9,10 +9,9 @@ pub const LARGE: usize = 256 << 10;
 /// costs.
 pub const HOLDS_UP: usize = 64 << 10;
 
-/// After a metadata request waits behind a large transfer, this many large transfers leave the worker. With so many in
-/// a row and nothing else between them, none waits any more. A transfer that waits for a transfer does not count: Linux
-/// sends the end of a large read right after the rest of it, and another thread would have to be woken for what this
-/// one is about to do.
+/// After a metadata request waits behind a large transfer, this many large transfers leave the worker. If they follow
+/// each other without a metadata request, nobody waits any more. A transfer that waits for a transfer does not count:
+/// Linux sends the end of a large read right after the rest of it, and waking another thread for it would cost more.
 const CROWD: u32 = 64;
 
 /// What one worker has seen of its queue.
@@ -70,7 +69,7 @@ mod tests {
     fn transfers_leave_while_metadata_waits() {
         let mut crowd = Crowd::default();
         assert!(!crowd.transfer(LARGE, true));
-        // Data that has waited is no reason.
+        // A transfer that has waited does not count.
         assert!(!crowd.transfer(LARGE, true));
         crowd.served(16, || true);
         assert!(!crowd.transfer(LARGE - 1, true));
@@ -78,7 +77,7 @@ mod tests {
             assert!(crowd.transfer(LARGE, true));
         }
         assert!(!crowd.transfer(LARGE, false));
-        // Nothing has waited.
+        // No request has waited.
         crowd.served(16, || true);
         assert!(!crowd.transfer(LARGE, true));
     }

@@ -56,7 +56,7 @@ impl<R, S: PartialEq> Late<R, S> {
         goes_on
     }
 
-    /// Begins another session. Replies of the one before are dropped, including those still to come.
+    /// Begins another session. Replies of the previous one are dropped, including those that are still to come.
     pub fn forget(&mut self) {
         *self = Self { session: self.session + 1, ..Self::default() };
     }

@@ -123,8 +123,8 @@ pub enum Error {
     Connection(String),
 }
 
-/// Serves the frontend that connects to `listener` until it disconnects, which is no error. With `keep_alive`, serves
-/// one frontend after the other, for ever.
+/// Serves the frontend that connects to `listener` until it disconnects, which is not an error. With `keep_alive`,
+/// serves one frontend after the other, without end.
 pub fn serve<H: Handler>(listener: UnixListener, handler: Arc<H>, options: Options) -> Result<(), Error> {
     options.check()?;
     let mut listener = Listener::from(listener);
@@ -236,7 +236,7 @@ impl<H: Handler> Device<H> {
         }
     }
 
-    /// The event number of `exit`. The numbers up to that of queues are taken.
+    /// The event number of `exit`, which is the first that no queue uses.
     fn exit_token(&self) -> u16 {
         self.rings.len() as u16 + 1
     }

@@ -1,4 +1,4 @@
-//! Where a request came from. Takes the work that the queue's worker does not do itself, and the late reply's way back.
+//! Where a request came from: the work that the queue's worker does not do itself, and the way back of a late reply.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -21,7 +21,7 @@ use crate::fuse::{Io, Job, Transport, WayBack, Work};
 pub struct Service<H> {
     pub handler: Arc<H>,
     pub pools: Arc<Pools>,
-    /// How many requests wait that may do so for ever, over all connections.
+    /// The number of requests that may wait without end, over all connections.
     pub waiting: Arc<AtomicUsize>,
 }
 
@@ -51,7 +51,7 @@ impl<H: Handler> Origin<'_, H> {
         (!self.left).then(|| len.min(loaded.work.writable.len()))
     }
 
-    /// Runs what waits for the host's file system alone.
+    /// Runs a job that waits only for the host's file system.
     fn work(&self, job: pool::Job) {
         // If there can be no thread at all, the worker waits.
         if let Err(job) = self.service.pools.host.run(job) {
@@ -120,7 +120,7 @@ impl<H: Handler> Transport for Origin<'_, H> {
     fn detach(&mut self) -> WayBack {
         self.left = true;
         let promise = self.ring.promise(self.head, self.segments);
-        // What waits for the reply must not keep the memory of a guest that is gone.
+        // A late reply must not keep the memory of a guest that is gone.
         let ring = Arc::downgrade(self.ring);
         Box::new(move |reply| {
             if let Some(ring) = ring.upgrade() {
@@ -146,7 +146,7 @@ impl<H: Handler> Transport for Origin<'_, H> {
         let (waits, back) = (Waits::new(&self.service.waiting), self.detach());
         let back = Box::new(move |reply| {
             back(reply);
-            // The reply is with the ring before nothing seems to wait any more.
+            // First give the reply to the ring, then say that the request does not wait any more.
             drop(waits);
         });
         self.left = pool.run(Box::new(move || job(back, &AtomicBool::new(false)))).is_ok();
@@ -154,7 +154,7 @@ impl<H: Handler> Transport for Origin<'_, H> {
     }
 }
 
-/// One of the requests that may wait for ever.
+/// One of the requests that may wait without end.
 struct Waits(Arc<AtomicUsize>);
 
 impl Waits {

@@ -41,7 +41,7 @@ pub struct Server<F> {
     counters: Arc<Counters>,
 }
 
-/// There is no session: bit 63 is no flag that is ever claimed.
+/// There is no session. Bit 63 is not a flag that the daemon ever sets.
 const CLOSED: u64 = 1 << 63;
 
 /// What one worker reuses from request to request, so that the hot path allocates nothing.

@@ -112,13 +112,13 @@ pub trait Files {
     /// Replies with an [`OpenOut`], at once or later. With `patient`, the thread may wait for the holder of a lease.
     ///
     /// # Errors
-    /// EAGAIN where it would wait, but is not `patient`.
+    /// EAGAIN if it would have to wait and is not `patient`.
     fn open(&self, node: u64, open: &OpenIn, patient: bool, reply: &mut Reply) -> Result<()>;
     /// What truncating this file, to whatever size, may wait for. `None`: a queue's worker may do it.
     fn truncating_waits(&self, node: u64, fh: Option<u64>) -> Result<Option<Wait>>;
     /// Replies with a [`CreateOut`], at once or later.
     fn create(&self, parent: u64, name: &CStr, create: &CreateIn, by: &Creator, reply: &mut Reply) -> Result<()>;
-    /// As [`create`](Self::create), for a file without a name.
+    /// Like [`create`](Self::create), for a file without a name.
     fn tmpfile(&self, parent: u64, create: &CreateIn, by: &Creator, reply: &mut Reply) -> Result<()>;
     /// How many bytes were read. `None`: the thread would wait for the host's file system, which it may only with
     /// `waits`.
@@ -127,7 +127,7 @@ pub trait Files {
     fn file_for_read(&self, node: u64, read: &ReadIn) -> Result<Option<OwnedFd>>;
     /// pwrite(2) at the offset of the request. Returns the number of bytes.
     fn write(&self, node: u64, write: &WriteIn, from: &IoRange) -> Result<usize>;
-    /// The open file, if somebody else may write to it in place of [`write`](Self::write), on behalf of this thread.
+    /// The open file, if io_uring may write to it instead of [`write`](Self::write), with this thread's credentials.
     fn file_for_write(&self, node: u64, write: &WriteIn) -> Result<Option<OwnedFd>>;
     /// A process has closed a descriptor of the file: drops the locks of `lock_owner`.
     fn flush(&self, node: u64, fh: u64, lock_owner: u64) -> Result<()>;

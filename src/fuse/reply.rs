@@ -14,14 +14,14 @@ use super::transport::{HEADER, Io, Result, Transport, Wait, WayBack};
 /// Longest directory listing or xattr that is collected in bytes: the guest asks for at most its max_pages.
 const MAX_COLLECTED: usize = super::MAX_WRITE as usize;
 
-/// Takes the result of what another thread does. Called from any thread; a dropped one means EIO.
+/// Takes a result from another thread. Dropping it answers EIO.
 pub type Answer<T = ()> = Box<dyn FnOnce(Result<T>) + Send>;
 
 /// The reply to one request, in place or [detached](Self::detach). A detached reply that is dropped answers EIO.
 pub struct Reply<'a> {
     unique: u64,
     to: To<'a>,
-    /// Bytes so far, the header's included.
+    /// Bytes so far, including the header.
     len: usize,
 }
 
@@ -30,7 +30,7 @@ enum To<'a> {
     Place { writable: &'a mut IoVecs, scratch: &'a mut Vec<u8>, from: &'a mut dyn Transport },
     /// Another thread than the worker's. The buffer begins with room for the header.
     Later { buffer: Vec<u8>, back: WayBack },
-    /// There is nothing to answer, or something else does.
+    /// There is nothing to answer, or somebody else answers.
     Nowhere,
 }
 
@@ -52,7 +52,7 @@ impl<'a> Reply<'a> {
     /// Adds a structure.
     ///
     /// # Errors
-    /// EOVERFLOW where the guest left too little room.
+    /// EOVERFLOW if the guest left too little room.
     pub fn put<T: IntoBytes + Immutable + ?Sized>(&mut self, body: &T) -> Result<()> {
         let bytes = body.as_bytes();
         match &mut self.to {
@@ -68,7 +68,7 @@ impl<'a> Reply<'a> {
         Ok(())
     }
 
-    /// Adds up to `size` bytes that `read` puts into guest memory. False if `read` has none yet.
+    /// Adds up to `size` bytes that `read` puts into guest memory. False if `read` would have to wait for them.
     pub fn fill(&mut self, size: usize, read: impl FnOnce(&IoRange) -> Result<Option<usize>>) -> Result<bool> {
         let To::Place { writable, .. } = &mut self.to else { return Err(Errno::IO) };
         let range = writable.range(self.len..self.len.saturating_add(size));
@@ -138,7 +138,7 @@ impl<'a> Reply<'a> {
         if let To::Place { from, .. } = &self.to { from.may_wait() } else { true }
     }
 
-    /// Has somebody else read `size` bytes from `offset` on and answer. `long`: see [`Io`].
+    /// Leaves it to the transport to read `size` bytes from `offset` on and to answer. `long`: see [`Io`].
     pub fn read_elsewhere(&mut self, file: OwnedFd, offset: u64, size: usize, long: bool) {
         if let To::Place { writable, from, .. } = &mut self.to {
             let io = Io { unique: self.unique, file, offset, write: false, long };
@@ -147,7 +147,7 @@ impl<'a> Reply<'a> {
         self.to = To::Nowhere;
     }
 
-    /// Has a thread that may wait serve the request from its beginning, a READ.
+    /// See [`Transport::serve_anew`].
     pub fn serve_anew(&mut self) {
         if let To::Place { from, .. } = &mut self.to {
             from.serve_anew();
@@ -155,7 +155,7 @@ impl<'a> Reply<'a> {
         self.to = To::Nowhere;
     }
 
-    /// Has somebody else write `data` at `offset` and answer.
+    /// Leaves it to the transport to write `data` at `offset` and to answer.
     pub fn write_elsewhere(&mut self, file: OwnedFd, offset: u64, data: &IoRange) {
         if let To::Place { from, .. } = &mut self.to {
             from.io(Io { unique: self.unique, file, offset, write: true, long: true }, data);
@@ -163,8 +163,7 @@ impl<'a> Reply<'a> {
         self.to = To::Nowhere;
     }
 
-    /// Takes the reply to another thread. What was put before is not in it, and what is put here afterwards goes
-    /// nowhere.
+    /// Takes the reply to another thread. It starts empty there. What is added here afterwards is ignored.
     pub fn detach(&mut self) -> Reply<'static> {
         match std::mem::replace(&mut self.to, To::Nowhere) {
             To::Place { from, .. } => Reply::late(self.unique, from.detach()),
@@ -179,7 +178,7 @@ impl<'a> Reply<'a> {
         Box::new(move |result| reply.answer(result))
     }
 
-    /// Serves the request on a thread that may wait. Such a thread serves it at once.
+    /// Serves the request on a thread that may wait, or at once if this is such a thread.
     ///
     /// # Errors
     /// See [`Transport::run`].
@@ -202,13 +201,13 @@ impl<'a> Reply<'a> {
         Ok(())
     }
 
-    /// Answers with this body, or the errno.
+    /// Answers with this body, or with the errno.
     pub fn answer<T: IntoBytes + Immutable>(mut self, result: Result<T>) {
         let result = result.and_then(|body| self.put(&body));
         self.finish(result);
     }
 
-    /// Answers with what was put, or the errno. The length of a reply in place; 0 if there is none.
+    /// Answers with the body that was added, or with the errno. Returns the length of a reply in place, otherwise 0.
     pub fn finish(mut self, result: Result<()>) -> usize {
         let error = result.err().map_or(0, |errno| -errno.raw_os_error());
         self.end(error)
@@ -302,7 +301,7 @@ mod tests {
         reply.put(&OpenOut::default()).unwrap();
         drop(reply);
         assert_eq!(header(&sent.recv().unwrap()), (16, -libc::EIO, 7));
-        // Once, whatever has become of it.
+        // It answers once, even after it became a function.
         let (mut reply, sent) = late();
         let answer = reply.answer_later::<()>();
         drop(reply);

@@ -18,11 +18,11 @@ pub type Result<T> = std::result::Result<T, Errno>;
 /// What a request waits for on a thread of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wait {
-    /// The host's file system alone. Whoever stops the queue waits for it.
+    /// Only the host's file system. Stopping the queue waits for the request.
     Host,
-    /// Other processes or this guest's own frontend, for some time.
+    /// Other processes or this guest's own frontend, for a bounded time.
     Others,
-    /// A lock, perhaps for ever.
+    /// A lock, perhaps without end.
     Lock,
 }
 
@@ -35,23 +35,23 @@ pub trait Transport: Send {
     fn may_wait(&self) -> bool;
     /// Moves `data` between guest memory and a file, and answers the request.
     fn io(&mut self, io: Io, data: &IoRange);
-    /// Serves the request again from its beginning, a READ, on a thread that may wait.
+    /// Serves the request, a READ, again from its beginning on a thread that may wait.
     fn serve_anew(&mut self);
-    /// The way back for a reply that comes from another thread. What [`Server::handle`](super::Server::handle) returns
-    /// is of no meaning then.
+    /// The way back for a reply that comes from another thread. The length that
+    /// [`Server::handle`](super::Server::handle) returns is then ignored.
     fn detach(&mut self) -> WayBack;
-    /// As [`detach`](Self::detach), and runs `job` on a thread that may wait. `job` also gets a flag: once that is set,
-    /// somebody waits for the job's end.
+    /// Like [`detach`](Self::detach), and runs `job` on a thread that may wait. `job` also gets a flag, which is set
+    /// when somebody waits for the end of the job.
     ///
     /// # Errors
     /// EAGAIN if too many requests wait. The request is not detached then.
     fn run(&mut self, wait: Wait, job: Job) -> Result<()>;
 }
 
-/// Takes a late reply to its queue, header included. Must be called.
+/// Takes a late reply, including its header, to its queue. It must be called.
 pub type WayBack = Box<dyn FnOnce(Vec<u8>) + Send>;
 
-/// What [`Transport::run`] runs.
+/// A job for [`Transport::run`].
 pub type Job = Box<dyn FnOnce(WayBack, &AtomicBool) + Send>;
 
 /// The data transfer of a READ or WRITE.
