@@ -1,5 +1,5 @@
-//! Room on the host's file systems for what the guest stores in place. A store that finds none is a SIGBUS for the
-//! frontend, and the end of the virtual machine.
+//! Room on the host's file systems for what the guest stores in place. If a store finds none, the frontend gets SIGBUS,
+//! which ends the virtual machine.
 
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -59,8 +59,8 @@ pub fn hole(file: BorrowedFd, from: u64, size: u64) -> Result<u64> {
 
 /// The ranges that guests may store to, by nodeid. Each has blocks up to the end of its file.
 ///
-/// A file may grow by a hole within such a range, by whomever. The guest stores there only when it knows the new size,
-/// and it knows that only from this daemon, which sees to the blocks first.
+/// Anybody may make a file longer by a hole within such a range. The guest stores there only when it knows the new
+/// size, and only this daemon tells it, after it has allocated the blocks.
 #[derive(Default)]
 pub struct Promises(DashMap<u64, Arc<Mutex<Promise>>>);
 
@@ -143,8 +143,8 @@ impl Promises {
         }
     }
 
-    /// The guest itself has written these bytes, which have blocks so, or room set aside. At a full disk there may be
-    /// none to allocate them once more.
+    /// The guest has written these bytes by a message, so they have blocks or reserved room. On a full disk, allocating
+    /// them again could fail.
     pub fn filled(&self, node: u64, bytes: impl FnOnce() -> std::ops::Range<u64>) {
         let Some(promise) = self.get(node) else { return };
         let (mut promise, bytes) = (promise.lock(), bytes());

@@ -1,4 +1,4 @@
-//! The backing table, region 2: where in region 1 each open file is, for the guest to read. docs/protocol.md has its
+//! The backing table in region 2, which tells the guest where in region 1 each open file is. docs/protocol.md has its
 //! format.
 
 use std::io;
@@ -200,8 +200,8 @@ impl Line {
 
 /// The guest may write to the memory, so the daemon reads nothing but the acknowledgements from it.
 ///
-/// Lock rule: one line at a time, as the last lock; no call to the frontend while it is held. A stat of the line's file
-/// is made under it, so that the last one to look writes last.
+/// Lock rule: one line at a time, as the last lock, and no call to the frontend while it is held. A thread stats the
+/// line's file under the lock, so that the last one to look writes last.
 pub struct Table {
     memory: MmapRegion<()>,
     lines: Box<[Mutex<Line>]>,
@@ -504,8 +504,8 @@ mod tests {
     }
 }
 
-/// Each order of steps, and each value that a relaxed load may see. [`write`] is the real one; readers are what
-/// docs/protocol.md asks of the guest.
+/// Loom tries each order of steps, and each value that a relaxed load may see. [`write`] is the real one. The readers
+/// do what docs/protocol.md asks of the guest.
 #[cfg(test)]
 mod orders {
     use std::sync::Arc;
