@@ -1,17 +1,20 @@
-//! Window passthrough of a whole device, with the real proxy and guard, and a guest that reads the table and acknowledges.
-//! Needs root and Linux 6.9, and 6.14 for the guard.
+//! Window passthrough of a whole device, with the real window process and guard, and a guest that reads the table and
+//! acknowledges. Needs root and Linux 6.9, and 6.14 for the guard.
 //!
-//! The program runs itself, as in `window_proxy.rs`: the window process is started by a process of one thread.
+//! Each test has its own process, since only a process with one thread can start the window process.
+
+mod processes;
 
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
-use std::process::{Child, Command, ExitCode};
+use std::process::{Child, ExitCode};
 use std::sync::Arc;
 use std::thread::{sleep, spawn};
 use std::time::{Duration, Instant};
 
+use processes::{run_all, skip, this};
 use rustix::fs::{Mode, OFlags};
 use tempfile::TempDir;
 use thruway::device;
@@ -35,15 +38,12 @@ const TESTS: &[(&str, fn())] = &[
     ("slots_are_few_and_evicted", slots_are_few_and_evicted),
     ("a_file_that_grows_gets_a_longer_slot", a_file_that_grows_gets_a_longer_slot),
     ("the_host_waits_for_the_acknowledgement", the_host_waits_for_the_acknowledgement),
-    ("without_acknowledgement_there_is_a_stand_in", without_acknowledgement_there_is_a_stand_in),
+    ("without_acknowledgement_there_is_a_cached_proxy_file", without_acknowledgement_there_is_a_cached_proxy_file),
     ("the_table_is_not_believed", the_table_is_not_believed),
     ("a_session_begins_with_nothing", a_session_begins_with_nothing),
     ("a_stock_guest_sees_nothing_of_it", a_stock_guest_sees_nothing_of_it),
     ("with_a_dax_window_too", with_a_dax_window_too),
 ];
-
-/// The exit code of a test that could not run.
-const SKIPPED: u8 = 77;
 
 const SIZE: u64 = 64 * RANGE;
 const SLOTS: usize = 3;
@@ -59,41 +59,22 @@ fn main() -> ExitCode {
     match args.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["--run", name] => TESTS.iter().find(|(n, _)| *n == name).unwrap().1(),
         ["--truncate", path, size] => truncate(path, size.parse().unwrap()),
-        _ => return run_all(args.iter().find(|arg| !arg.starts_with('-')).map_or("", String::as_str)),
+        _ => return run_tests(args.iter().find(|arg| !arg.starts_with('-')).map_or("", String::as_str)),
     }
     ExitCode::SUCCESS
 }
 
-/// What a process of the host does.
+/// A process of the host that truncates a file.
 fn truncate(path: &str, size: u64) {
-    // The crate vhost takes descriptors that a child inherits: here, of the mapping that is to go.
-    // SAFETY: none of these is in use.
+    // The crate vhost receives descriptors without O_CLOEXEC, so this process has inherited the mapping that must go.
+    // SAFETY: nothing in this process uses these descriptors.
     assert_eq!(unsafe { libc::close_range(3, u32::MAX, 0) }, 0);
     OpenOptions::new().write(true).open(path).unwrap().set_len(size).unwrap()
 }
 
-fn run_all(filter: &str) -> ExitCode {
-    let mut failed = 0;
-    for (name, _) in TESTS.iter().filter(|(name, _)| name.contains(filter)) {
-        let status = this(&["--run", name]).status().unwrap();
-        let skipped = status.code() == Some(SKIPPED.into());
-        failed += usize::from(!status.success() && !skipped);
-        let result = if skipped { "skipped" } else { ["FAILED", "ok"][usize::from(status.success())] };
-        println!("test {name} ... {result}");
-    }
-    println!("{failed} failed");
-    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
-}
-
-fn this(args: &[&str]) -> Command {
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(args);
-    command
-}
-
-fn skip(reason: impl std::fmt::Display) -> ! {
-    println!("skipped: {reason}");
-    std::process::exit(SKIPPED.into())
+fn run_tests(filter: &str) -> ExitCode {
+    let names = TESTS.iter().map(|(name, _)| ((*name).to_owned(), *name));
+    run_all(names, filter, |name| this(&["--run", name]).status().unwrap())
 }
 
 fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
@@ -183,7 +164,7 @@ impl Guest {
         self.dir.path().join(name)
     }
 
-    /// A new file without holes, of so many bytes "r".
+    /// A new file without holes, full of "r".
     fn file(&self, name: &str, size: usize) -> File {
         fs::write(self.path(name), vec![b'r'; size]).unwrap();
         OpenOptions::new().read(true).write(true).open(self.path(name)).unwrap()
@@ -256,7 +237,7 @@ impl Guest {
         self.table.put(ACKS + 4 * index as usize, self.entry(index).generation);
     }
 
-    /// Waits for a revocation, acknowledges it, and waits for what comes of it.
+    /// Waits for a revocation, acknowledges it, and waits until the entry is live again.
     fn let_go(&self, index: u32) -> Entry {
         wait_until("revoked", || self.entry(index).flags & REVOKED != 0);
         self.acknowledge(index);
@@ -380,10 +361,10 @@ fn holes_are_not_written_in_place() {
     let (fh, index) = guest.open(node, libc::O_RDWR);
     let index = index.unwrap();
     assert_eq!(guest.entry(index).flags, VALID);
-    // Filled by messages.
+    // Messages fill the holes.
     guest.write(node, fh, 4096, (1 << 20) - 4096);
     assert_eq!(guest.entry(index).flags, VALID | WRITABLE);
-    // A hole comes about: the guest is to let go, and may look then.
+    // The file gets a hole: the guest must let go, and may then read in place again.
     guest.setattr_size(node, 2 << 20);
     let revoked = guest.entry(index);
     assert_eq!((revoked.flags, revoked.size, guest.revocations()), (VALID | WRITABLE | REVOKED, 2 << 20, 1));
@@ -391,7 +372,7 @@ fn holes_are_not_written_in_place() {
     let live = guest.let_go(index);
     assert_eq!(live, Entry { flags: VALID, generation: revoked.generation + 1, ..revoked });
     assert_eq!(guest.slots(), 1);
-    // Filled by the host, since the guest is to write there.
+    // The daemon allocates the holes, since the guest wants to write there.
     assert_eq!(guest.ask(node, fh, 0, 4096, false), Ok(()));
     assert_eq!(guest.ask(node, fh, (2 << 20) - 4096, 4096, true), Ok(()));
     assert_eq!(guest.entry(index).flags, VALID | WRITABLE);
@@ -413,7 +394,7 @@ fn what_is_not_worth_it_stays_with_messages() {
         let node = guest.lookup(name);
         let (fh, none) = guest.open(node, flags);
         assert_eq!(none, None, "{name}");
-        // As long as that open is there, no other may have it.
+        // While that open lasts, no other open may have passthrough.
         guest.setattr_size(node, 5000);
         let (fh2, none) = guest.open(node, libc::O_RDWR);
         assert_eq!(none, None, "{name}");
@@ -444,7 +425,7 @@ fn slots_are_few_and_evicted() {
     let open: Vec<_> = nodes.iter().take(SLOTS).map(|node| guest.open(*node, libc::O_RDONLY)).collect();
     assert!(open.iter().all(|(_, index)| index.is_some()));
     assert_eq!((guest.open(nodes[3], libc::O_RDONLY).1, guest.slots()), (None, SLOTS));
-    // The one that was released first gives way.
+    // The file that was released first gives way.
     guest.release(nodes[1], open[1].0);
     guest.release(nodes[0], open[0].0);
     assert_eq!(guest.slots(), SLOTS);
@@ -479,7 +460,7 @@ fn a_file_that_grows_gets_a_longer_slot() {
     assert!(after.length > RANGE, "{after:?}");
     assert_eq!((after.size, after.generation, guest.slots()), (3 * RANGE, 2, 1));
     assert_eq!(guest.slot(index).get::<u8>(after.length.min(3 * RANGE) as usize - 1), b'w');
-    // What is not there yet is had by asking.
+    // The guest asks for a part that is not mapped yet.
     guest.write(node, fh, 3 * RANGE, 1 << 20);
     for _ in 0..2 {
         if guest.ask(node, fh, 3 * RANGE, 1 << 20, true) == Err(libc::EAGAIN) {
@@ -502,7 +483,7 @@ fn the_host_waits_for_the_acknowledgement() {
     let mut host = guest.host_truncates("file", 100);
     wait_until("revoked", || guest.entry(index).flags & REVOKED != 0);
     assert_eq!((guest.entry(index).generation, guest.revocations()), (before.generation, 1));
-    // Messages are served meanwhile.
+    // The daemon goes on serving messages.
     guest.write(node, fh, 0, 10);
     assert_eq!(guest.getattr(node).size, 5_000_000);
     sleep(SOON / 4);
@@ -535,7 +516,7 @@ fn the_host_waits_for_the_acknowledgement() {
     assert!(start.elapsed() < SOON && guest.slots() == 0, "{:?}", start.elapsed());
 }
 
-fn without_acknowledgement_there_is_a_stand_in() {
+fn without_acknowledgement_there_is_a_cached_proxy_file() {
     let guest = Guest::guarded();
     guest.file("file", 5_000_000);
     let node = guest.lookup("file");
@@ -547,12 +528,12 @@ fn without_acknowledgement_there_is_a_stand_in() {
     let took = start.elapsed();
     assert!(took > SOON && took < 2 * SOON, "{took:?}");
     assert_eq!((guest.entry(index).flags, guest.entry(index).length), (REVOKED, 0));
-    // A late touch finds memory, of that file alone.
+    // A late access finds memory, and only of that file.
     wait_until("replaced", || guest.slots() == 1);
-    let stand_in = Memory::new(&guest.regions.mapped_in(1)[&before.offset]);
-    assert_eq!([0, 4096, before.length as usize - 1].map(|at| stand_in.get::<u8>(at)), [b'r', 0, 0]);
-    stand_in.put(4_000_000, b'l');
-    drop(stand_in);
+    let proxy_file = Memory::new(&guest.regions.mapped_in(1)[&before.offset]);
+    assert_eq!([0, 4096, before.length as usize - 1].map(|at| proxy_file.get::<u8>(at)), [b'r', 0, 0]);
+    proxy_file.put(4_000_000, b'l');
+    drop(proxy_file);
     assert_eq!(guest.ask(node, fh, 0, 100, false), Err(libc::EAGAIN));
     assert_eq!(guest.getattr(node).size, 100);
     guest.acknowledge(index);
@@ -576,7 +557,7 @@ fn the_table_is_not_believed() {
         assert_eq!((guest.getattr(node).size, guest.slots()), (5_000_000, slots));
         assert_eq!(guest.entry(index), entry);
     }
-    // An early acknowledgement hurts the guest alone.
+    // An early acknowledgement hurts only the guest.
     guest.acknowledge(index);
     guest.setattr_size(node, 6_000_000);
     wait_until("live", || guest.entry(index).flags == VALID);

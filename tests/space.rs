@@ -1,7 +1,9 @@
-//! Disks that are full while a guest stores in place: on small file systems, with the real proxy and guard. Needs root, loop
+//! Full disks while a guest stores in place, on small file systems, with the real window process and guard. Needs root, loop
 //! devices, mkfs.ext4, mkfs.xfs and mkfs.btrfs.
 //!
-//! The program runs itself, as in `window_proxy.rs`; each test is a process in a mount namespace of its own.
+//! Each test has its own process and mount namespace.
+
+mod processes;
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
@@ -14,6 +16,7 @@ use std::sync::Arc;
 use std::thread::{sleep, spawn};
 use std::time::{Duration, Instant};
 
+use processes::{run_all, skip, this};
 use rustix::fs::{Mode, OFlags};
 use tempfile::TempDir;
 use thruway::device;
@@ -41,11 +44,8 @@ const TESTS: &[(&str, Test)] = &[
     ("a_disk_without_writing_is_read_in_place", a_disk_without_writing_is_read_in_place),
 ];
 
-/// ext2 stands for what cannot allocate in advance.
+/// ext2 stands for file systems that cannot allocate in advance.
 const DISKS: &[&str] = &["ext4", "ext2", "ext4-quota", "xfs", "xfs-quota", "btrfs", "tmpfs"];
-
-/// The exit code of a test that could not run.
-const SKIPPED: u8 = 77;
 
 /// Of 32 ranges.
 const SIZE: u64 = 32 * RANGE;
@@ -58,40 +58,25 @@ fn main() -> ExitCode {
     match args.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["--run", name, disk] => TESTS.iter().find(|(n, _)| *n == name).unwrap().1(disk),
         ["--daemon", share, socket] => daemon(share, socket),
-        _ => return run_all(args.iter().find(|arg| !arg.starts_with('-')).map_or("", String::as_str)),
+        _ => return run_disks(args.iter().find(|arg| !arg.starts_with('-')).map_or("", String::as_str)),
     }
     ExitCode::SUCCESS
 }
 
-fn run_all(filter: &str) -> ExitCode {
+fn run_disks(filter: &str) -> ExitCode {
     if !rustix::process::geteuid().is_root() {
         println!("skipped: it mounts file systems");
         return ExitCode::SUCCESS;
     }
-    let mut failed = 0;
-    for (name, disk) in TESTS.iter().flat_map(|(name, _)| DISKS.iter().map(move |disk| (name, disk))) {
-        if !format!("{name} {disk}").contains(filter) {
-            continue;
-        }
-        let this = std::env::current_exe().unwrap();
-        // Removed here: while its file system is mounted, the test itself cannot.
+    let all = TESTS.iter().flat_map(|(name, _)| DISKS.iter().map(move |disk| (*name, *disk)));
+    run_all(all.map(|test| (format!("{} {}", test.0, test.1), test)), filter, |(name, disk)| {
+        // This process removes the directory: the test itself cannot while its file system is mounted.
         let scratch = TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let mut run = Command::new("unshare");
         run.env("TMPDIR", scratch.path());
-        run.args(["--mount", "--propagation=private"]).arg(this).args(["--run", name, disk]);
-        let status = run.status().unwrap();
-        let skipped = status.code() == Some(SKIPPED.into());
-        failed += usize::from(!status.success() && !skipped);
-        let result = if skipped { "skipped" } else { ["FAILED", "ok"][usize::from(status.success())] };
-        println!("test {name} {disk} ... {result}");
-    }
-    println!("{failed} failed");
-    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
-}
-
-fn skip(reason: impl std::fmt::Display) -> ! {
-    println!("skipped: {reason}");
-    std::process::exit(SKIPPED.into())
+        run.args(["--mount", "--propagation=private"]);
+        run.arg(this(&[]).get_program()).args(["--run", name, disk]).status().unwrap()
+    })
 }
 
 fn sh(command: &str) {
@@ -139,7 +124,7 @@ impl Disk {
         self.dir.path().join("share").join(name)
     }
 
-    /// A new file of so many bytes, with "r" in the first ones.
+    /// A new file of this size, whose first bytes are "r".
     fn file(&self, name: &str, filled: u64, len: u64) -> File {
         let mut file = OpenOptions::new().read(true).write(true).create_new(true).open(self.path(name)).unwrap();
         file.write_all(&vec![b'r'; filled as usize]).unwrap();
@@ -148,7 +133,7 @@ impl Disk {
         file
     }
 
-    /// Leaves no room. What the file system had set aside comes free with the first sync.
+    /// Fills the disk. The first sync frees what the file system had reserved.
     fn fill(&self) {
         let mut file = OpenOptions::new().append(true).create(true).open(self.path("filler")).unwrap();
         for _ in 0..3 {
@@ -162,7 +147,7 @@ impl Disk {
         }
     }
 
-    /// For another guest, by a process of its own.
+    /// A daemon for another guest, in its own process.
     fn another_daemon(&self) -> Daemon {
         let socket = tempfile::tempdir().unwrap();
         let path = socket.path().join("socket");
@@ -171,7 +156,7 @@ impl Disk {
         Daemon { process: daemon.spawn().unwrap(), socket }
     }
 
-    /// Where a store to a page that has blocks takes none.
+    /// Whether a store to a page that has blocks takes no new ones.
     fn stores_in_place(&self) -> bool {
         self.kind != "btrfs"
     }
@@ -284,7 +269,7 @@ impl Guest {
         self.region.as_ref().unwrap().mapped()
     }
 
-    /// What the frontend gets when the guest touches each page of this part of a range: the signal.
+    /// The signal that the frontend gets when the guest touches each page of this part of a range, if any.
     fn touch(&self, range: u64, len: u64, write: bool) -> Option<i32> {
         let mapped = self.mapped()[&(range * RANGE)].clone();
         let file = FileOffset::new(File::from(mapped.file.try_clone().unwrap()), mapped.from);
@@ -312,7 +297,7 @@ impl Guest {
         libc::WIFSIGNALED(status).then(|| libc::WTERMSIG(status))
     }
 
-    /// The guest's processes store wherever they have been allowed to.
+    /// The guest's processes store wherever they may.
     fn store(&self, ranges: impl IntoIterator<Item = u64>) {
         for range in ranges {
             assert_eq!(self.touch(range, RANGE, true), None, "range {range}");
@@ -331,7 +316,7 @@ fn a_store_has_room(kind: &str) {
     let file = disk.file("file", RANGE / 2, LEN);
     let entry = guest.entry("file");
     let node = entry.nodeid;
-    // With dax=inode only where a mapping is the file itself.
+    // With dax=inode, only where a mapping has the file's own pages.
     assert_eq!(entry.attr.flags & ATTR_DAX != 0, disk.stores_in_place());
     // Read before, with a hole; stored to, with one; all there.
     guest.map(node, 0, false).unwrap();
@@ -405,7 +390,7 @@ fn a_hole_that_comes_later_has_room(kind: &str) {
     let blocks = rustix::fs::fstat(&file).unwrap().st_blocks as u64;
     assert!(kind == "btrfs" || blocks * 512 < LEN, "{blocks}");
     if kind != "tmpfs" {
-        // By a descriptor that is open since before, and by a new one: but for the first the guard sees them.
+        // By a descriptor that was open before, which the guard does not see, and by a new one.
         sh(&format!("fallocate -p -o {} -l {RANGE} {}", 4 * RANGE, disk.path("file").display()));
     }
     disk.fill();
@@ -485,7 +470,7 @@ fn a_disk_without_writing_is_read_in_place(kind: &str) {
     assert_eq!(guest.touch(0, RANGE, false), None);
 }
 
-/// Where what is stored in place goes to a copy, and to the disk when that is full.
+/// What is stored in place goes to a Cached proxy file, and then to a disk that is full.
 fn each_open_hears_of_a_failure_once(kind: &str) {
     let disk = Disk::new(kind);
     if disk.stores_in_place() {
@@ -498,7 +483,7 @@ fn each_open_hears_of_a_failure_once(kind: &str) {
     guest.map(node, 0, true).unwrap();
     disk.fill();
     guest.store([0]);
-    // Some 50 ms later the daemon finds out by itself.
+    // The daemon finds out by itself some 50 ms later.
     sleep(Duration::from_millis(500));
     let fsync = |fh| guest.call(Opcode::Fsync, node, FsyncIn { fh, ..Default::default() }.as_bytes(), 0).map(drop);
     assert!(matches!(fsync(first), Err(libc::ENOSPC | libc::EIO)));
@@ -507,7 +492,7 @@ fn each_open_hears_of_a_failure_once(kind: &str) {
     assert_eq!(fsync(third), Ok(()));
     assert!(matches!(fsync(second), Err(libc::ENOSPC | libc::EIO)));
     assert_eq!((fsync(second), fsync(first)), (Ok(()), Ok(())));
-    // Nor does the end of the mapping keep it from being told.
+    // The end of the mapping does not hide the error.
     guest.store([0]);
     let args = [1u32.as_bytes(), RemovemappingOne { moffset: 0, len: RANGE }.as_bytes()].concat();
     guest.call(Opcode::Removemapping, 0, &args, 0).unwrap();
@@ -517,7 +502,7 @@ fn each_open_hears_of_a_failure_once(kind: &str) {
     }
 }
 
-/// A second guest, by a daemon of its own, has opened the file long before.
+/// A second guest, with its own daemon, opened the file long before.
 fn another_daemon_takes_no_blocks(kind: &str) {
     let disk = Disk::new(kind);
     if kind == "tmpfs" {
@@ -552,7 +537,7 @@ fn another_daemon_takes_no_blocks(kind: &str) {
     }
 }
 
-/// A daemon without a window, in a process of its own, until its guest is gone.
+/// A daemon without a window, in its own process, until its guest is gone.
 fn daemon(share: &str, socket: &str) {
     let root = rustix::fs::open(share, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap();
     let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), Config::default()).unwrap();

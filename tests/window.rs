@@ -1,5 +1,4 @@
-//! The DAX window of a whole device in one process, with a frontend that maps by QEMU's rules and proxy files that are the files
-//! themselves.
+//! The DAX window of a whole device in one process. The frontend maps by QEMU's rules, and a proxy file is the real file.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -22,7 +21,7 @@ use zerocopy::{FromBytes, IntoBytes};
 /// Of 32 ranges.
 const SIZE: u64 = 32 * RANGE;
 
-/// Hands out the files themselves.
+/// Proxy files that are the real files.
 struct Themselves;
 
 impl ProxyFiles for Themselves {
@@ -56,7 +55,7 @@ impl Guest {
     fn new(config: Config) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let file = std::fs::File::create(dir.path().join("file")).unwrap();
-        // As large as any mapping of it here: the frontend takes no less.
+        // As large as any mapping of it in this test, since the frontend refuses a smaller file.
         file.set_len(64 * RANGE).unwrap();
         file.write_all_at(b"contents", RANGE).unwrap();
         let root = rustix::fs::open(dir.path(), OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap();
@@ -110,11 +109,11 @@ fn files_are_mapped_and_unmapped() {
     let mapped = guest.region.mapped();
     assert_eq!(mapped.keys().map(|at| at / RANGE).collect::<Vec<_>>(), [0, 2, 3, 4]);
     assert_eq!(mapped.values().map(|m| m.from / RANGE).collect::<Vec<_>>(), [1, 4, 5, 6]);
-    // Over what is there, and with more rights.
+    // In place of what is mapped, and with more rights.
     guest.map(node, 9 * RANGE, 3 * RANGE, RANGE, 0).unwrap();
     guest.map(node, RANGE, 0, RANGE, SETUPMAPPING_WRITE).unwrap();
     assert_eq!((guest.region.mapped()[&(3 * RANGE)].from, guest.window.live()), (9 * RANGE, 4));
-    // Many at once, in part unmapped before.
+    // Many at once, of which some are unmapped already.
     guest.unmap(&[(0, 2 * RANGE), (3 * RANGE, RANGE), (20 * RANGE, RANGE)]).unwrap();
     assert_eq!((guest.region.mapped().len(), guest.window.live()), (2, 2));
     guest.call(Opcode::Destroy, 0, &[], 0).unwrap();

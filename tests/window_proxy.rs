@@ -1,7 +1,9 @@
-//! Proxy files and the guard of the real ones, as QEMU and host processes see them. Needs root and Linux 6.9.
+//! Proxy files and their guard, as QEMU and host processes see them. Needs root and Linux 6.9.
 //!
-//! The program runs itself: once for each test, since the window process is started by a process of one thread; and as the
-//! host process that a test speaks of.
+//! Each test has its own process, since only a process with one thread can start the window process. The program also runs
+//! itself as the host process of a test.
+
+mod processes;
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufRead, BufReader};
@@ -17,6 +19,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::{sleep, spawn};
 use std::time::{Duration, Instant};
 
+use processes::{run_all, skip, this};
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
@@ -61,13 +64,10 @@ const TESTS: &[(&str, fn())] = &[
     ("a_mapped_file_is_no_place_for_a_message", a_mapped_file_is_no_place_for_a_message),
 ];
 
-/// The exit code of a test that could not run.
-const SKIPPED: u8 = 77;
-
 const SIZE: usize = 5000;
 const MAPPED: usize = 2 << 20;
 const ID: u64 = 7;
-/// Uid of `nobody` on Linux distributions; any unused one would do.
+/// Uid of `nobody` on Linux distributions. Any unused one would do.
 const NOBODY: u32 = 65534;
 const SOON: Duration = Duration::from_secs(1);
 
@@ -78,45 +78,18 @@ fn main() -> ExitCode {
         ["--host", what, path] => host(what, Path::new(path)),
         ["--daemon", share] => daemon(Path::new(share)),
         ["--cost"] => cost(),
-        _ => return run_all(args.iter().find(|a| !a.starts_with('-')).map_or("", String::as_str)),
+        _ => return run_tests(args.iter().find(|a| !a.starts_with('-')).map_or("", String::as_str)),
     }
     ExitCode::SUCCESS
 }
 
-fn run_all(filter: &str) -> ExitCode {
+fn run_tests(filter: &str) -> ExitCode {
     if !rustix::process::geteuid().is_root() {
         println!("skipped: proxy files need root");
         return ExitCode::SUCCESS;
     }
-    let mut failed = 0;
-    for (name, _) in TESTS.iter().filter(|(name, _)| name.contains(filter)) {
-        let status = this(&["--run", name]).status().unwrap();
-        let skipped = status.code() == Some(SKIPPED.into());
-        failed += usize::from(!status.success() && !skipped);
-        println!(
-            "test {name} ... {}",
-            if skipped {
-                "skipped"
-            } else if status.success() {
-                "ok"
-            } else {
-                "FAILED"
-            }
-        );
-    }
-    println!("{failed} failed");
-    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
-}
-
-fn this(args: &[&str]) -> Command {
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(args);
-    command
-}
-
-fn skip(reason: impl std::fmt::Display) -> ! {
-    println!("skipped: {reason}");
-    std::process::exit(SKIPPED.into())
+    let names = TESTS.iter().map(|(name, _)| ((*name).to_owned(), *name));
+    run_all(names, filter, |name| this(&["--run", name]).status().unwrap())
 }
 
 /// A window process, and a directory on the disk.
@@ -175,7 +148,7 @@ fn read_write(path: &Path) -> File {
     OpenOptions::new().read(true).write(true).open(path).unwrap()
 }
 
-/// What QEMU makes of a descriptor: a shared mapping, and the descriptor beside it, closed last.
+/// What QEMU has of a proxy file: a shared mapping and the descriptor, which it closes last.
 struct Mapping(MmapRegion);
 
 impl Mapping {
@@ -197,7 +170,7 @@ impl Mapping {
     }
 }
 
-/// The byte there; 0 beyond the end.
+/// The byte at `offset`, or 0 beyond the end.
 fn byte(file: &File, offset: u64) -> u8 {
     let mut byte = [0];
     file.read_at(&mut byte, offset).unwrap();
@@ -262,7 +235,7 @@ fn any_user_can_use_a_descriptor() {
     }
 }
 
-/// A guest that sends messages, and their descriptors, from beyond the end of a file that it has mapped.
+/// A guest puts messages and descriptors beyond the end of a file that it has mapped.
 fn a_mapped_file_is_no_place_for_a_message() {
     let window = Window::new(GuardMode::None);
     drop(window.file());
@@ -507,7 +480,7 @@ fn a_truncation_waits_two_seconds_at_most() {
     let _mapping = window.map(Kind::Through, &file);
     let start = Instant::now();
     let host = window.host("truncate");
-    // Others are served meanwhile.
+    // The window process goes on serving others.
     sleep(SOON / 2);
     assert!(finish(window.host("read")) < SOON);
     finish(host);
@@ -556,7 +529,7 @@ fn nothing_is_left_of_closed_files() {
             assert_eq!(mapping.read(0), b'r');
         }
         if id == 200 {
-            // What is closed can be executed, and has no marks.
+            // A closed file can be executed, and has no marks.
             drop(file);
             wait_until("closed", || window.descriptors() == before);
             let marks = fs::read_dir(format!("/proc/{}/fdinfo", window.proxy.pid())).unwrap();
@@ -634,7 +607,7 @@ fn it_ends_with_the_daemon() {
     daemon.child.wait().unwrap();
     wait_until("gone", || is_gone(daemon.helper));
 
-    // The serving process alone: the one that waits for it then ends too.
+    // Only the serving process: the one that waits for it then ends too.
     let mut daemon = Daemon::start();
     let id = daemon.child.id();
     let children = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap();
@@ -664,7 +637,7 @@ fn a_stopped_one_is_killed() {
     daemon.child.kill().unwrap();
 }
 
-/// What a process of the host does.
+/// A process of the host that does `what` to a file.
 fn host(what: &str, path: &Path) {
     match what {
         "truncate" => truncate(path),
@@ -684,7 +657,7 @@ fn host(what: &str, path: &Path) {
     }
 }
 
-/// Truncates and more, and never waits for as long as the guard does for a daemon that is dead.
+/// Truncates and changes a file in many ways. It never waits as long as the guard would for a dead daemon.
 fn storm(path: &Path) {
     let start = Instant::now();
     truncate(path);
@@ -716,7 +689,7 @@ fn map_and_change(path: &Path) {
     mapping.as_volatile_slice().write_obj(b'h', 0).unwrap();
 }
 
-/// Prints what a host process pays for 4 KiB of a file that has no mark, and of one that has.
+/// Prints what 4 KiB of a file cost a host process, without and with a mark.
 fn cost() {
     let window = Window::guarded();
     let file = window.file();
