@@ -236,7 +236,7 @@ impl<H: Handler> Device<H> {
         }
     }
 
-    /// The event number of `exit`, which is the first that no queue uses.
+    /// The event number of `exit`. Queues and vhost-user-backend use the numbers below it.
     fn exit_token(&self) -> u16 {
         self.rings.len() as u16 + 1
     }
