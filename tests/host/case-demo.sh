@@ -6,6 +6,8 @@ type_into() {
     local pid
     rm -f "$work/keys"
     mkfifo "$work/keys"
+    # Or the prompt of the guest before would be taken for this one's.
+    : >"$work/console"
     # 120 s: a boot to a shell, under emulation on a busy machine.
     timeout 120 bash "$1" <"$work/keys" >"$work/console" 2>&1 &
     pid=$!
@@ -26,7 +28,7 @@ case_demo() {
     bash "$work/daemon.sh" &
     pid=$!
     type_into "$work/qemu.sh" "$(sed -n 's/^  \(mount -t virtiofs .*\)/\1/p' "$work/out")" 'echo by-hand >/mnt/by-hand'
-    [[ $(<"$share/by-hand") == by-hand ]] || fail "the printed commands do not work: $(cat "$work/console")"
+    [[ $(cat "$share/by-hand") == by-hand ]] || fail "the printed commands do not work: $(cat "$work/console")"
     wait "$pid" || fail "the daemon ended with status $?"
 
     examples "$share"
@@ -42,7 +44,7 @@ examples() {
         sed -n '3p;6,$p' "$work/qemu.sh"
     } >"$work/example.sh"
     type_into "$work/example.sh" 'mount -t virtiofs share /mnt' 'echo by-example >/mnt/by-example'
-    [[ $(<"$1/by-example") == by-example ]] || fail "examples/qemu does not work: $(cat "$work/console")"
+    [[ $(cat "$1/by-example") == by-example ]] || fail "examples/qemu does not work: $(cat "$work/console")"
 
     if command -v systemd-analyze >/dev/null; then
         sed "s|/usr/local/libexec/thruwayd|$THRUWAY_DAEMON|" "$root/examples/thruwayd@.service" >"$unit"
