@@ -64,7 +64,7 @@ static ALLOCATOR: Counting = Counting;
 /// The tests of this file run one after the other, because they share the counters.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(|failed| failed.into_inner())
+    ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
 /// Counts the errors that are logged.

@@ -69,7 +69,7 @@ fn truncate(path: &str, size: u64) {
     // The crate vhost receives descriptors without O_CLOEXEC, so this process has inherited the mapping that must go.
     // SAFETY: nothing in this process uses these descriptors.
     assert_eq!(unsafe { libc::close_range(3, u32::MAX, 0) }, 0);
-    OpenOptions::new().write(true).open(path).unwrap().set_len(size).unwrap()
+    OpenOptions::new().write(true).open(path).unwrap().set_len(size).unwrap();
 }
 
 fn run_tests(filter: &str) -> ExitCode {
@@ -101,7 +101,7 @@ impl Memory {
     }
 
     fn put<T: vm_memory::ByteValued>(&self, at: usize, value: T) {
-        self.0.as_volatile_slice().write_obj(value, at).unwrap()
+        self.0.as_volatile_slice().write_obj(value, at).unwrap();
     }
 }
 

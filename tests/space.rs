@@ -293,7 +293,7 @@ impl Guest {
         }
         let mut status = 0;
         // SAFETY: it is this process's own child.
-        assert_eq!(unsafe { libc::waitpid(pid, &mut status, 0) }, pid);
+        assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
         libc::WIFSIGNALED(status).then(|| libc::WTERMSIG(status))
     }
 
@@ -522,12 +522,12 @@ fn another_daemon_takes_no_blocks(kind: &str) {
         match what {
             "punch" => {
                 let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-                other.fallocate(theirs, fh, punch, 0, RANGE).unwrap()
+                other.fallocate(theirs, fh, punch, 0, RANGE).unwrap();
             }
             _ => {
                 let (nodeid_out, fh_out) = (target, to);
                 let copy = CopyFileRangeIn { fh_in: fh, nodeid_out, fh_out, len: LEN, ..Default::default() };
-                other.call(Opcode::CopyFileRange, theirs, copy.as_bytes(), size_of::<WriteOut>()).map(drop).unwrap()
+                other.call(Opcode::CopyFileRange, theirs, copy.as_bytes(), size_of::<WriteOut>()).map(drop).unwrap();
             }
         }
         disk.fill();

@@ -381,7 +381,7 @@ impl Script for List {
     fn next(&mut self, ask: &mut Ask) {
         match (self.fh, self.over) {
             (0, _) => {
-                ask.set(Opcode::Opendir, self.dir, &[open_in(libc::O_DIRECTORY).as_bytes()], size_of::<OpenOut>())
+                ask.set(Opcode::Opendir, self.dir, &[open_in(libc::O_DIRECTORY).as_bytes()], size_of::<OpenOut>());
             }
             (fh, false) => {
                 let args = ReadIn { fh: fh - 1, offset: self.offset, size: LISTING as u32, ..Default::default() };

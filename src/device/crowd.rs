@@ -57,9 +57,9 @@ mod tests {
         fn transfer(&mut self, bytes: usize, others: bool) -> bool {
             let leaves = self.moves(bytes);
             if leaves {
-                self.left()
+                self.left();
             } else {
-                self.served(bytes, || others)
+                self.served(bytes, || others);
             }
             leaves
         }

@@ -34,7 +34,7 @@ impl<F: FileSystem> Handler for Server<F> {
     }
 
     fn reset(&self) {
-        Server::reset(self)
+        Server::reset(self);
     }
 
     fn save(&self) -> io::Result<Vec<u8>> {

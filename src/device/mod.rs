@@ -339,7 +339,7 @@ impl<H: Handler> VhostUserBackend for Device<H> {
                 if waiting || self.rings.iter().filter_map(OnceLock::get).any(|ring| ring.0.owes()) {
                     return Err(state::refuse("a process of the guest waits for a lock, and the wait cannot move"));
                 }
-                self.transfer.save(file, move || handler.save())?
+                self.transfer.save(file, move || handler.save())?;
             }
             VhostTransferStateDirection::LOAD => self.transfer.load(file, move |state| handler.load(state))?,
         }

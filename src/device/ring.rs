@@ -454,11 +454,11 @@ impl VringT<GuestMemory> for Vring {
     }
 
     fn set_queue_next_avail(&self, base: u16) {
-        self.0.vring.set_queue_next_avail(base)
+        self.0.vring.set_queue_next_avail(base);
     }
 
     fn set_queue_next_used(&self, idx: u16) {
-        self.0.vring.set_queue_next_used(idx)
+        self.0.vring.set_queue_next_used(idx);
     }
 
     fn queue_used_idx(&self) -> Result<u16, QueueError> {
@@ -466,11 +466,11 @@ impl VringT<GuestMemory> for Vring {
     }
 
     fn set_queue_size(&self, num: u16) {
-        self.0.vring.set_queue_size(num)
+        self.0.vring.set_queue_size(num);
     }
 
     fn set_queue_event_idx(&self, enabled: bool) {
-        self.0.vring.set_queue_event_idx(enabled)
+        self.0.vring.set_queue_event_idx(enabled);
     }
 
     fn set_queue_ready(&self, ready: bool) {
@@ -480,7 +480,7 @@ impl VringT<GuestMemory> for Vring {
     fn set_kick(&self, file: Option<File>) {
         // Another event may have replaced this one by the time the worker reads it, and the worker must not block.
         file.iter().for_each(set_nonblocking);
-        self.0.vring.set_kick(file)
+        self.0.vring.set_kick(file);
     }
 
     fn read_kick(&self) -> io::Result<bool> {
@@ -501,6 +501,6 @@ impl VringT<GuestMemory> for Vring {
     }
 
     fn set_err(&self, file: Option<File>) {
-        self.0.vring.set_err(file)
+        self.0.vring.set_err(file);
     }
 }

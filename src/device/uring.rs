@@ -29,7 +29,7 @@ pub struct Urings(Vec<Arc<Mutex<Uring>>>);
 impl Urings {
     /// Makes up to `queues` io_urings. If the host has no io_uring, logs that and makes none.
     pub fn new(queues: u16) -> Self {
-        let cpus = std::thread::available_parallelism().map_or(1, |n| n.get());
+        let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let uring = |_| Uring::new().map(|uring| Arc::new(Mutex::new(uring)));
         let made = (0..usize::from(queues).min(cpus)).map(uring).collect::<io::Result<_>>();
         Self(made.unwrap_or_else(|e| {

@@ -126,7 +126,7 @@ pub fn open_by_handle(mount: BorrowedFd, handle: &RawHandle, flags: i32) -> Resu
         let fd = check(libc::syscall(
             libc::SYS_open_by_handle_at,
             mount.as_raw_fd(),
-            &raw as *const CHandle,
+            &raw const raw,
             flags | libc::O_CLOEXEC,
         ))?;
         Ok(OwnedFd::from_raw_fd(fd as i32))
@@ -155,7 +155,7 @@ pub fn catch_interrupt() -> Result<()> {
     unsafe {
         let mut action: libc::sigaction = std::mem::zeroed();
         action.sa_sigaction = nothing as extern "C" fn(i32) as usize;
-        check(libc::sigaction(INTERRUPT, &action, std::ptr::null_mut()).into()).map(drop)
+        check(libc::sigaction(INTERRUPT, &raw const action, std::ptr::null_mut()).into()).map(drop)
     }
 }
 

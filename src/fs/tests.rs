@@ -817,7 +817,7 @@ fn few_listings_keep_a_buffer_and_all_are_complete() {
             if more.is_empty() {
                 break;
             }
-            (offset, _) = (next, seen.extend(more.into_iter().map(|(name, _)| name)));
+            (offset, ()) = (next, seen.extend(more.into_iter().map(|(name, _)| name)));
         }
         seen.retain(|name| !name.starts_with('.'));
         seen.sort_by_key(|name| name[1..].parse::<u32>().unwrap());

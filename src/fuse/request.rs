@@ -174,7 +174,7 @@ mod tests {
                 vecs.push(base, head, true);
                 vecs.push(base.wrapping_add(head), bytes.len() - head, near);
             }
-            Request::read(&mut vecs, &mut scratch).map(|mut r| r.name().map(|name| name.to_owned()))
+            Request::read(&mut vecs, &mut scratch).map(|mut r| r.name().map(std::borrow::ToOwned::to_owned))
         };
         assert_eq!(read(b"secret\0", true), Ok(Ok(c"secret".to_owned())));
         assert_eq!(read(b"public\0", false), Err((7, Errno::FAULT)));

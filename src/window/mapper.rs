@@ -12,8 +12,8 @@ use rustix::io::Errno;
 
 use super::RANGE;
 use super::jobs::{DaxJob, Job, Jobs};
-use super::proxy::{Event, Kind};
-use super::shared::{CachedFile, DAX, Mapping, ProxyFiles, Shared, Source, errno, write_back};
+use super::proxy::{Event, Kind, errno};
+use super::shared::{CachedFile, DAX, Mapping, ProxyFiles, Shared, Source, write_back};
 use super::slots::Slots;
 use super::space::{Stores, has_hole};
 use crate::fuse::ops::Result;
@@ -318,7 +318,7 @@ impl Mapper {
 
     fn open(&mut self, node: u64, kind: Kind, real: OwnedFd, writable: bool) -> Result<ProxyFile> {
         let id = self.shared.next_id();
-        let opened = self.files.open(id, kind, real.as_fd()).map_err(|e| errno(&e))?;
+        let opened = self.files.open(id, kind, real.as_fd()).map_err(errno)?;
         let (fd, real, guarded) = (Arc::new(opened.fd), Arc::new(real), opened.guarded);
         let proxy_file = ProxyFile { id, kind, fd, real, writable, guarded };
         let file = self.known.get_mut(&node).ok_or(Errno::STALE)?;

@@ -111,6 +111,7 @@ impl Window {
         self.passthrough.as_ref().filter(|_| self.is_connected())
     }
 
+    /// Takes the frontend that maps.
     pub fn connect(&self, frontend: Arc<dyn Frontend>) {
         *self.shared.frontend.lock() = Some(frontend);
     }

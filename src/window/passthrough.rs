@@ -35,6 +35,7 @@ pub struct Settings {
     pub size: u64,
     /// The most slots.
     pub slots: usize,
+    /// `--passthrough-writable`
     pub writable: Writable,
 }
 

@@ -13,7 +13,7 @@ use parking_lot::{Condvar, Mutex};
 use rustix::io::Errno;
 
 use super::RANGE;
-use super::proxy::{Event, Kind, Opened, Proxy};
+use super::proxy::{Event, Kind, Opened, Proxy, errno};
 use super::space::Promises;
 use super::sys;
 use crate::fuse::ops::Result;
@@ -39,10 +39,13 @@ pub struct Mapping<'a> {
     pub region: u8,
     /// Where in the region it begins.
     pub at: u64,
+    /// How long it is.
     pub len: u64,
+    /// A descriptor that the frontend can map.
     pub file: BorrowedFd<'a>,
     /// Where in the file it begins.
     pub from: u64,
+    /// Whether the guest may store.
     pub writable: bool,
 }
 
@@ -62,7 +65,15 @@ impl<'a> Mapping<'a> {
 pub trait Frontend: Send + Sync {
     /// Whether the device is started.
     fn is_running(&self) -> bool;
+    /// Has the frontend map it. Returns before the guest can see it.
+    ///
+    /// # Errors
+    /// If the frontend refuses, or is gone.
     fn map(&self, mapping: &Mapping) -> io::Result<()>;
+    /// Has the frontend unmap it. Returns before it is gone from the guest.
+    ///
+    /// # Errors
+    /// If the frontend refuses, or is gone.
     fn unmap(&self, mapping: &Mapping) -> io::Result<()>;
     /// How many times the guest's memory contains this part of the file, at any place. [`Window::committed`] tells when
     /// this may have changed.
@@ -73,6 +84,10 @@ pub trait Frontend: Send + Sync {
 
 /// A host file to map.
 pub trait Source: Send + Sync {
+    /// Opens the file anew.
+    ///
+    /// # Errors
+    /// Those of openat(2).
     fn open(&self, writable: bool) -> Result<OwnedFd>;
     /// What decides how the file can be mapped now.
     fn facts(&self) -> Result<Facts>;
@@ -94,9 +109,13 @@ pub struct Facts {
 
 /// Opens proxy files, which the frontend can map; see [`Proxy`].
 pub trait ProxyFiles: Send + Sync {
+    /// See [`Proxy::open`].
     fn open(&self, id: u64, kind: Kind, real: BorrowedFd) -> io::Result<Opened>;
+    /// See [`Proxy::invalidate`].
     fn invalidate(&self, id: u64) -> io::Result<()>;
+    /// See [`Proxy::watch`].
     fn watch(&self, id: u64) -> io::Result<()>;
+    /// See [`Proxy::next_event`].
     fn next_event(&self) -> Option<Event>;
 }
 
@@ -175,7 +194,7 @@ impl Shared {
                 // The frontend may still have a mapping that the daemon does not know of.
                 frontend.unmap(mapping).map_err(|_| e).and_then(|()| map())
             })
-            .map_err(|e| errno(&e))?;
+            .map_err(errno)?;
         self.live(mapping.region).fetch_add(1, Ordering::Relaxed);
         Ok(self.commits.wait(|| frontend.mapped(mapping) > before))
     }
@@ -232,10 +251,6 @@ impl Commits {
 /// passed on to all opens of the file.
 pub fn write_back(cached: BorrowedFd, source: &dyn Source) {
     if let Err(e) = sys::write_back(cached) {
-        source.failed(errno(&e));
+        source.failed(errno(e));
     }
-}
-
-pub fn errno(e: &io::Error) -> Errno {
-    Errno::from_io_error(e).unwrap_or(Errno::IO)
 }

@@ -11,9 +11,9 @@ use rustix::io::Errno;
 
 use super::jobs::{EntryJob, SlotJob};
 use super::passthrough::{Passthrough, Writable};
-use super::proxy::Kind;
+use super::proxy::{Kind, errno};
 use super::room::Room;
-use super::shared::{CachedFile, Mapping, ProxyFiles, Shared, Source, TABLE, WHOLE_FILES, errno, write_back};
+use super::shared::{CachedFile, Mapping, ProxyFiles, Shared, Source, TABLE, WHOLE_FILES, write_back};
 use super::table::{Change, EntryState};
 use super::{RANGE, table};
 use crate::fuse::ops::Result;
@@ -172,7 +172,7 @@ impl Slots {
         let (node, source) = (slot.node, slot.source.clone());
         let real = source.open(true)?;
         let id = self.shared.next_id();
-        let opened = self.files.open(id, Kind::Through, real.as_fd()).map_err(|e| errno(&e))?;
+        let opened = self.files.open(id, Kind::Through, real.as_fd()).map_err(errno)?;
         // If it fails, a change is noticed when the guest asks for attributes.
         let _ = self.files.watch(id);
         // Without the guard, the host could not execute it.
@@ -412,7 +412,7 @@ impl Slots {
         drop(held);
         let id = self.shared.next_id();
         let open = || self.files.open(id, Kind::Cached, source.open(true)?.as_fd());
-        let mapped = open().map_err(|e| errno(&e)).and_then(|opened| {
+        let mapped = open().map_err(errno).and_then(|opened| {
             self.shared.map(&Mapping::whole(WHOLE_FILES, at, len, opened.fd.as_fd()))?;
             Ok(Arc::new(opened.fd))
         });

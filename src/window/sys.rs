@@ -50,7 +50,7 @@ pub struct Event {
 pub fn backing_open(fuse: BorrowedFd, file: BorrowedFd) -> io::Result<i32> {
     let map = BackingMap { fd: file.as_raw_fd(), flags: 0, padding: 0 };
     // SAFETY: the request reads the one struct that it is given.
-    check(unsafe { libc::ioctl(fuse.as_raw_fd(), BACKING_OPEN as _, &raw const map) })
+    check(unsafe { libc::ioctl(fuse.as_raw_fd(), BACKING_OPEN.into(), &raw const map) })
 }
 
 /// Writes the dirty pages of a file, without flushing the disk's cache.
@@ -65,7 +65,7 @@ pub fn write_back(file: BorrowedFd) -> io::Result<()> {
 /// Unregisters a backing file. Open files keep it.
 pub fn backing_close(fuse: BorrowedFd, id: i32) -> io::Result<()> {
     // SAFETY: the request reads the one integer that it is given.
-    check(unsafe { libc::ioctl(fuse.as_raw_fd(), BACKING_CLOSE as _, &raw const id) }).map(drop)
+    check(unsafe { libc::ioctl(fuse.as_raw_fd(), BACKING_CLOSE.into(), &raw const id) }).map(drop)
 }
 
 /// fanotify_init(2). The events' descriptors are read-only.

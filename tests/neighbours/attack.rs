@@ -333,7 +333,7 @@ fn opens(hostile: &mut Hostile) {
 fn listings(hostile: &mut Hostile) {
     if hostile.steps == 0 {
         (0..2000).for_each(|n| {
-            drop(std::fs::File::create(hostile.path.join(format!("a long name of a file {n}"))).unwrap())
+            drop(std::fs::File::create(hostile.path.join(format!("a long name of a file {n}"))).unwrap());
         });
         hostile.steps = 1;
     }

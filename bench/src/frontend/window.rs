@@ -130,11 +130,11 @@ impl State {
         let overlaps = before(&self.mapped.lock()).is_some_and(|end| end > at);
         let size = self.sizes.get(usize::from(id)).copied().unwrap_or(0);
         let wrong = match () {
-            _ if at + len > size => "outside of the region",
-            _ if overlaps => "overlap",
-            _ if fcntl_getfl(fd)? & OFlags::ACCMODE != OFlags::RDWR => "not open for writing",
-            _ if (fstat(fd)?.st_size as u64) < from + len => "the file is too small",
-            _ => return Ok(()),
+            () if at + len > size => "outside of the region",
+            () if overlaps => "overlap",
+            () if fcntl_getfl(fd)? & OFlags::ACCMODE != OFlags::RDWR => "not open for writing",
+            () if (fstat(fd)?.st_size as u64) < from + len => "the file is too small",
+            () => return Ok(()),
         };
         Err(io::Error::other(wrong))
     }

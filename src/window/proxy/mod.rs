@@ -29,6 +29,7 @@ use thiserror::Error;
 use zerocopy::IntoBytes;
 
 use messages::{Answer, CHANGED, Call, INVALIDATE, Notice, OPEN_CACHED, OPEN_THROUGH, REVOKE, WATCH, receive, send};
+pub(super) use shared::errno;
 
 use crate::sandbox::seccomp;
 
@@ -53,6 +54,7 @@ pub enum GuardMode {
 /// Whether there is a guard.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Guard {
+    /// There is one.
     On,
     /// With the reason.
     Off(String),
@@ -85,6 +87,7 @@ pub enum Event {
 /// An open proxy file.
 #[derive(Debug)]
 pub struct Opened {
+    /// Its descriptor, open for reading and writing.
     pub fd: OwnedFd,
     /// Whether truncations of the real file wait for a revocation.
     pub guarded: bool,

@@ -145,6 +145,7 @@ impl Shared {
     }
 }
 
-fn errno(e: std::io::Error) -> Errno {
+/// The errno of an error; EIO if it has none.
+pub fn errno(e: std::io::Error) -> Errno {
     Errno::from_io_error(&e).unwrap_or(Errno::IO)
 }
