@@ -1,7 +1,7 @@
 //! Thruway: a vhost-user device daemon for virtio-fs.
 //!
-//! Calls go one way: [`device`] (virtqueues) → [`fuse`] (messages) → [`fs`] (the shared directory) → [`window`] (what of
-//! it is mapped into the guest).
+//! Calls go one way: [`device`] (virtqueues) → [`fuse`] (messages) → [`fs`] (the shared directory) → [`window`] (what
+//! of it is mapped into the guest).
 
 // The modules `doors` open private items to tests and fuzz targets.
 #![cfg_attr(not(any(test, fuzzing)), warn(missing_docs))]

@@ -1,5 +1,5 @@
-//! Full disks while a guest stores in place, on small file systems, with the real window process and guard. Needs root, loop
-//! devices, mkfs.ext4, mkfs.xfs and mkfs.btrfs.
+//! Full disks while a guest stores in place, on small file systems, with the real window process and guard. Needs root,
+//! loop devices, mkfs.ext4, mkfs.xfs and mkfs.btrfs.
 //!
 //! Each test has its own process and mount namespace.
 

@@ -1,4 +1,5 @@
-//! The DAX window of a whole device in one process. The frontend maps by QEMU's rules, and a proxy file is the real file.
+//! The DAX window of a whole device in one process. The frontend maps by QEMU's rules, and a proxy file is the real
+//! file.
 
 use std::io;
 use std::os::fd::BorrowedFd;

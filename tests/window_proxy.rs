@@ -1,7 +1,7 @@
 //! Proxy files and their guard, as QEMU and host processes see them. Needs root and Linux 6.9.
 //!
-//! Each test has its own process, since only a process with one thread can start the window process. The program also runs
-//! itself as the host process of a test.
+//! Each test has its own process, since only a process with one thread can start the window process. The program also
+//! runs itself as the host process of a test.
 
 mod processes;
 

@@ -125,8 +125,8 @@ impl Ring {
             if let Err(breach) = take(state.get_queue_mut(), mem, &mut taken, heads, rest) {
                 taken.ended = true;
                 tracing::error!(
-                    "the guest's driver broke VIRTIO's rules on queue {index}: {breach}. The queue stays unserved until the \
-                     guest resets the device"
+                    "the guest's driver broke VIRTIO's rules on queue {index}: {breach}. The queue stays unserved \
+                     until the guest resets the device"
                 );
             }
         }

@@ -123,7 +123,7 @@ impl<F: FileSystem> Server<F> {
         }
         if compat.major < KERNEL_VERSION || compat.minor < MIN_MINOR_VERSION {
             tracing::error!(
-                "the guest speaks FUSE {}.{}, older than 7.{MIN_MINOR_VERSION}: use a newer guest kernel (5.0 or later)",
+                "the guest speaks FUSE {}.{}, older than 7.{MIN_MINOR_VERSION}: use Linux 5.0 or later in the guest",
                 compat.major,
                 compat.minor
             );

@@ -121,8 +121,8 @@ fn wait_for(child: Pid, helper: Option<Pid>) -> ! {
 fn killed_by(signal: i32) -> i32 {
     match signal {
         libc::SIGSYS => tracing::error!(
-            "seccomp killed the daemon for a system call that is not on its list (SIGSYS): run it with --seccomp=log to \
-             find the call in the kernel's log"
+            "seccomp killed the daemon for a system call that is not on its list (SIGSYS): run it with --seccomp=log \
+             to find the call in the kernel's log"
         ),
         _ => tracing::error!("the daemon was killed by signal {signal}"),
     }

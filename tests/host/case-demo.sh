@@ -6,7 +6,7 @@ type_into() {
     local pid
     rm -f "$work/keys"
     mkfifo "$work/keys"
-    # Or the prompt of the guest before would be taken for this one's.
+    # Otherwise the previous guest's prompt could be taken for this one's.
     : >"$work/console"
     # 120 s: a boot to a shell, under emulation on a busy machine.
     timeout 120 bash "$1" <"$work/keys" >"$work/console" 2>&1 &
