@@ -1,16 +1,16 @@
 //! The window's requests to the frontend to map files for the guest (vhost-user, VHOST_USER_BACKEND_SHMEM_MAP).
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::AsRawFd;
 use std::sync::{Arc, OnceLock};
 
-use rustix::fs::fstat;
 use vhost::vhost_user::message::{VhostUserMMap, VhostUserMMapFlags};
 use vhost::vhost_user::{Backend, VhostUserFrontendReqHandler};
 use vm_memory::{GuestAddressSpace, GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap};
 
 use super::region::{GuestMemory, RegionState};
 use super::ring::Vring;
+use crate::window::proxy::FileId;
 use crate::window::{Frontend, Mapping};
 
 /// The channel for requests to the frontend. The rings tell whether the frontend has started the device.
@@ -26,11 +26,11 @@ impl Frontend for Channel {
     }
 
     fn mapped(&self, mapping: &Mapping) -> usize {
-        let wanted = identity(mapping.file);
+        let wanted = FileId::of(mapping.file).ok();
         let is_it = |region: &&GuestRegionMmap<RegionState>| {
             let place =
                 region.file_offset().filter(|place| place.start() == mapping.from && region.len() == mapping.len);
-            place.is_some_and(|place| identity(place.file().as_fd()) == wanted)
+            place.is_some_and(|place| FileId::of(place.file()).ok() == wanted)
         };
         self.mem.memory().iter().filter(is_it).count()
     }
@@ -48,8 +48,4 @@ impl Frontend for Channel {
         let request = VhostUserMMap { shmid: region, shm_offset: at, len, ..Default::default() };
         self.backend.shmem_unmap(&request).map(drop)
     }
-}
-
-fn identity(file: BorrowedFd) -> Option<(u64, u64)> {
-    fstat(file).map(|st| (st.st_dev, st.st_ino)).ok()
 }

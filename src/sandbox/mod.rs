@@ -59,7 +59,7 @@ pub struct Entered {
     pub proc_self_fd: OwnedFd,
 }
 
-/// Why the daemon cannot enter the sandbox, in one line.
+/// Why the daemon cannot enter the sandbox or start the window process, in one line.
 #[expect(missing_docs, reason = "each variant has its message")]
 #[derive(Debug, Error)]
 pub enum Error {
@@ -79,7 +79,7 @@ pub enum Error {
 }
 
 /// Adds the name of the step that failed to an error.
-trait Step<T> {
+pub(crate) trait Step<T> {
     fn step(self, step: &'static str) -> Result<T, Error>;
 }
 

@@ -25,13 +25,13 @@ use parking_lot::Mutex;
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, recv};
 use rustix::process::Pid;
-use thiserror::Error;
 use zerocopy::IntoBytes;
 
 use messages::{Answer, CHANGED, Call, INVALIDATE, Notice, OPEN_CACHED, OPEN_THROUGH, REVOKE, WATCH, receive, send};
+pub use nodes::FileId;
 pub(super) use shared::errno;
 
-use crate::sandbox::seccomp;
+use crate::sandbox::{self, seccomp};
 
 /// How a proxy file uses the real one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,11 +69,6 @@ impl fmt::Display for Guard {
     }
 }
 
-/// Why there are no proxy files, in one line.
-#[derive(Debug, Error)]
-#[error("{0}")]
-pub struct Error(String);
-
 /// What others do to a file. The number is the id of its proxy file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Event {
@@ -106,8 +101,8 @@ pub struct Proxy {
 /// and after the limit of open files is set: the window process has as many as files are open.
 ///
 /// # Errors
-/// [`Error`], if anything that proxy files need is missing.
-pub fn start(guard: GuardMode, action: seccomp::Action) -> Result<Proxy, Error> {
+/// [`sandbox::Error`] if anything that proxy files need is missing.
+pub fn start(guard: GuardMode, action: seccomp::Action) -> Result<Proxy, sandbox::Error> {
     process::start(guard, action)
 }
 

@@ -13,14 +13,20 @@ use super::Kind;
 /// The largest number whose nodeid fits in 63 bits, since inode numbers may be signed somewhere.
 const MAX_ID: u64 = u64::MAX / 4;
 
-/// A file of the host.
+/// The identity of a file of the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct FileId {
+    /// The file system (st_dev).
     pub dev: u64,
+    /// The inode number (st_ino).
     pub ino: u64,
 }
 
 impl FileId {
+    /// The identity of an open file.
+    ///
+    /// # Errors
+    /// Those of fstat(2).
     pub fn of(file: impl AsFd) -> io::Result<Self> {
         let stat = rustix::fs::fstat(file)?;
         Ok(Self { dev: stat.st_dev, ino: stat.st_ino })

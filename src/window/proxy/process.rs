@@ -25,9 +25,10 @@ use super::marks::{Gate, Watch};
 use super::messages::{Call, READY, pair, receive, send};
 use super::nodes::Nodes;
 use super::shared::Shared;
-use super::{Error, Guard, GuardMode, Proxy};
+use super::{Guard, GuardMode, Proxy};
 use crate::sandbox::seccomp::{self, Condition};
 use crate::sandbox::sys::{Forked, fork, unshare};
+use crate::sandbox::{Error, Step, caps as capabilities};
 use crate::window::sys;
 
 /// Calls that the window process makes.
@@ -58,23 +59,12 @@ const CONDITIONAL: &[Condition] = &[
 /// Room for the one line that the window process says first.
 const LINE: usize = 512;
 
-/// Why a step failed.
-trait Step<T> {
-    fn step(self, step: &str) -> Result<T, Error>;
-}
-
-impl<T, E: std::fmt::Display> Step<T> for Result<T, E> {
-    fn step(self, step: &str) -> Result<T, Error> {
-        self.map_err(|e| Error(format!("the window cannot {step}: {e}")))
-    }
-}
-
 pub fn start(guard: GuardMode, action: seccomp::Action) -> Result<Proxy, Error> {
     let (fuse, root) = mount()?;
     let (calls, theirs) = pair().step("create a socket pair")?;
     let (notices, their_notices) = pair().step("create a socket pair")?;
     set_socket_passcred(&theirs, true).step("ask for the daemon's process id")?;
-    let pid = match fork().step("start its process")? {
+    let pid = match fork().step("start the window process")? {
         Forked::Parent(pid) => pid,
         Forked::Child => Setup { fuse, root, calls: theirs, notices: their_notices }.run(guard, action),
     };
@@ -91,13 +81,13 @@ pub fn start(guard: GuardMode, action: seccomp::Action) -> Result<Proxy, Error> 
 /// The first message of the window process.
 fn hear(calls: &OwnedFd) -> Result<Guard, Error> {
     let mut line = [0; LINE];
-    let length = receive(calls.as_fd(), &mut line).step("hear from its process")?.len;
+    let length = receive(calls.as_fd(), &mut line).step("hear from the window process")?.len;
     let text = String::from_utf8_lossy(line[..length].get(1..).unwrap_or_default());
     match (line[0], &*text) {
         (READY, "") => Ok(Guard::On),
         (READY, reason) => Ok(Guard::Off(reason.to_owned())),
-        (_, "") => Err(Error("the window's process ended at once".into())),
-        (_, reason) => Err(Error(reason.to_owned())),
+        (_, "") => Err(Error::Other("the window process ended at once".into())),
+        (_, reason) => Err(Error::Other(reason.to_owned())),
     }
 }
 
@@ -131,7 +121,7 @@ impl Setup {
         let calls = self.calls.try_clone();
         match self.enter(guard, action) {
             Ok(shared) => serve(&shared),
-            Err(Error(reason)) => {
+            Err(reason) => {
                 let _ =
                     calls.map(|calls| send(calls.as_fd(), format!("-{reason}").as_bytes(), None, SendFlags::empty()));
                 exit(1)
@@ -150,17 +140,17 @@ impl Setup {
         let gate = if mode == GuardMode::None { Err("--window-guard none".into()) } else { Gate::new() };
         let watch = if mode == GuardMode::None { None } else { Watch::new().ok() };
         let namespaces = UnshareFlags::NEWNS | UnshareFlags::NEWNET | UnshareFlags::NEWIPC | UnshareFlags::NEWUTS;
-        unshare(namespaces).step("create namespaces (it needs CAP_SYS_ADMIN)")?;
+        unshare(namespaces).step("create namespaces for the window process (it needs CAP_SYS_ADMIN)")?;
         let Self { fuse, root, calls, notices } = self;
         let (nodes, daemon) = (Nodes::default(), AtomicI32::new(0));
         let shared = Arc::new(Shared { fuse, root, calls, notices, nodes, daemon, gate, watch });
         let mut fuse = Fuse::new(Arc::clone(&shared));
-        fuse.serve_one().step("agree with the kernel's FUSE")?;
+        fuse.serve_one().step("open a FUSE session with the kernel")?;
         probe(&shared)?;
         enter_root(&shared, &mut fuse)?;
         limit_capabilities(shared.gate.is_ok())?;
         start_threads(&shared, fuse)?;
-        seccomp::apply_list(action, ALLOWED, CONDITIONAL).step("limit its system calls")?;
+        seccomp::apply_list(action, ALLOWED, CONDITIONAL)?;
         Ok(shared)
     }
 }
@@ -169,7 +159,7 @@ impl Setup {
 fn probe(shared: &Shared) -> Result<(), Error> {
     let file = memfd_create("thruwayd-probe", MemfdFlags::CLOEXEC).step("create a file in memory")?;
     let id = sys::backing_open(shared.fuse.as_fd(), file.as_fd())
-        .step("have FUSE passthrough (Linux 6.9 with CONFIG_FUSE_PASSTHROUGH, and CAP_SYS_ADMIN)")?;
+        .step("use FUSE passthrough (it needs Linux 6.9 with CONFIG_FUSE_PASSTHROUGH, and CAP_SYS_ADMIN)")?;
     sys::backing_close(shared.fuse.as_fd(), id).step("close a backing file")
 }
 
@@ -185,14 +175,14 @@ fn enter_root(shared: &Arc<Shared>, fuse: &mut Fuse) -> Result<(), Error> {
             let _ = fuse.serve_one();
         }
     }
-    entering.join().unwrap_or(Err(Errno::IO)).step("make its mount the root")
+    entering.join().unwrap_or(Err(Errno::IO)).step("make the mount of proxy files the root")
 }
 
 /// Backing files and marks of others' files need the first two; reading others' system calls needs the third.
 fn limit_capabilities(guard: bool) -> Result<(), Error> {
     let kept = [CAP_SYS_ADMIN, CAP_DAC_READ_SEARCH, CAP_SYS_PTRACE];
     let kept = if guard { &kept[..] } else { &kept[..2] };
-    crate::sandbox::caps::keep(&kept.iter().copied().collect()).step("drop capabilities")
+    capabilities::keep(&kept.iter().copied().collect())
 }
 
 fn start_threads(shared: &Arc<Shared>, mut fuse: Fuse) -> Result<(), Error> {
@@ -209,7 +199,7 @@ fn spawn(shared: &Arc<Shared>, name: &str, run: impl FnOnce(&Arc<Shared>) + Send
             exit(1)
         }
     };
-    thread::Builder::new().name(name.into()).spawn(run).step("start a thread").map(drop)
+    thread::Builder::new().name(name.into()).spawn(run).step("start a thread of the window process").map(drop)
 }
 
 /// Serves the daemon's calls until it ends.
