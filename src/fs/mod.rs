@@ -41,6 +41,7 @@ use rustix::fs::OFlags;
 use rustix::io::Errno;
 
 use crate::fuse::abi::InitFlags;
+use crate::fuse::notify::{Silent, Sink};
 use crate::fuse::ops::{Control, Result, Session};
 use crate::window::{self, Window};
 pub use config::{CachePolicy, Config, FileHandles, Migration, MigrationMode, MigrationOnError, Offer};
@@ -68,6 +69,8 @@ pub struct PassthroughFs {
     /// What INIT settled ([`InitFlags`]).
     session: AtomicU64,
     window: Option<Arc<Window>>,
+    /// The way to tell the guest of changes by others.
+    notifier: Arc<dyn Sink>,
 }
 
 impl PassthroughFs {
@@ -112,8 +115,14 @@ impl PassthroughFs {
             session: AtomicU64::new(0),
             proc_self_fd: Arc::new(proc_self_fd),
             window: None,
+            notifier: Arc::new(Silent),
             config,
         })
+    }
+
+    /// Lets the guest be told of changes by others.
+    pub fn with_notifier(self, notifier: Arc<dyn Sink>) -> Self {
+        Self { notifier, ..self }
     }
 
     /// Lets the guest map files.
@@ -216,6 +225,7 @@ impl Control for PassthroughFs {
         if let Some(window) = &self.window {
             window.reset();
         }
+        self.notifier.clear();
     }
 
     fn interrupt(&self, unique: u64) {

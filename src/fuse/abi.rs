@@ -177,6 +177,16 @@ pub const RELEASE_FLOCK_UNLOCK: u32 = 1 << 1;
 pub const LK_FLOCK: u32 = 1 << 0;
 /// Notification code, in place of a reply's error: forget cached pages of a node.
 pub const NOTIFY_INVAL_INODE: i32 = 2;
+/// Notification code: forget a name in a directory.
+pub const NOTIFY_INVAL_ENTRY: i32 = 3;
+/// Notification code: a name was removed.
+pub const NOTIFY_DELETE: i32 = 6;
+/// Notification code: all cached names are out of date.
+pub const NOTIFY_INC_EPOCH: i32 = 8;
+/// Notification code: somebody else changed a watched node (docs/protocol.md). Not Linux's.
+pub const NOTIFY_FSNOTIFY: i32 = 1000;
+/// NOTIFY_INVAL_ENTRY: look the name up again, but keep what is mounted below it.
+pub const EXPIRE_ONLY: u32 = 1 << 0;
 /// Attribute flag: the directory is a mount point.
 pub const ATTR_SUBMOUNT: u32 = 1 << 0;
 /// Attribute flag: a guest that mounted with dax=inode uses the DAX window for the file.
@@ -492,6 +502,25 @@ wire! {
         off: i64,
         /// 0: to the end.
         len: i64,
+    }
+    struct NotifyInvalEntryOut {
+        parent: u64,
+        namelen: u32,
+        flags: u32,
+    }
+    struct NotifyDeleteOut {
+        parent: u64,
+        child: u64,
+        namelen: u32,
+        padding: u32,
+    }
+    struct NotifyFsnotifyOut {
+        nodeid: u64,
+        child: u64,
+        mask: u32,
+        cookie: u32,
+        namelen: u32,
+        padding: u32,
     }
     struct FallocateIn {
         fh: u64,

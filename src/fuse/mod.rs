@@ -1,9 +1,11 @@
 //! The FUSE server: wire format ([`abi`]), guest buffers ([`buf`]), decoding (`request`), replies (`reply`), and the
-//! dispatch of each request to a [`FileSystem`](ops::FileSystem) (`serve`). Knows no file system and no virtqueue.
+//! dispatch of each request to a [`FileSystem`](ops::FileSystem) (`serve`). And what goes to the guest unasked
+//! ([`notify`]). Knows no file system and no virtqueue.
 
 pub mod abi;
 pub mod buf;
 pub mod metrics;
+pub mod notify;
 pub mod ops;
 mod reply;
 mod request;
