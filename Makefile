@@ -3,6 +3,8 @@
 PREFIX ?= /usr/local
 CARGO ?= cargo
 export CARGO_TARGET_DIR = $(CURDIR)/target
+# How often cargo tries to download a crate: a registry may fail for some seconds.
+export CARGO_NET_RETRY = 10
 
 SCRIPTS = vm-images/boot vm-images/setup.sh vm-images/build-* vm-images/lib.sh vm-images/linux-source.sh vm-images/guest/* .ci/run tests/run tests/demo \
 	guest-kernel/build fuzz/run fuzz/rustc tests/dependencies tests/documented examples/qemu tests/sanitized tests/miri \

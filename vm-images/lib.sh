@@ -127,6 +127,9 @@ Pin-Priority: 500
 END
 }
 
+# How often apt tries to download a file: a mirror may fail for some seconds.
+apt_tries=5
+
 # private_apt DIRECTORY: sets up an apt in DIRECTORY that leaves the host's alone. Use it with APT_CONFIG=DIRECTORY/apt.conf.
 private_apt() {
     mkdir -p "$1"/{state/lists/partial,cache/archives/partial,preferences.d}
@@ -142,6 +145,7 @@ Dir::Etc::preferences "/dev/null";
 Dir::Etc::preferencesparts "$1/preferences.d";
 Dir::Etc::trusted "$keyring";
 Acquire::Languages "none";
+Acquire::Retries "$apt_tries";
 Acquire::IndexTargets::deb::DEP-11::DefaultEnabled "false";
 APT::Sandbox::User "root";
 END

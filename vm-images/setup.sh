@@ -73,14 +73,14 @@ install_packages() {
     installed=$(dpkg-query -W -f '${db:Status-Abbrev} ${Package}\n' "${packages[@]}" 2>/dev/null | sed -n 's/^ii  *//p' || true)
     mapfile -t missing < <(printf '%s\n' "${packages[@]}" | grep -vxF -f <(printf '%s\n' "$installed") || true)
     ((${#missing[@]})) || return 0
-    logged "update the host's package lists" apt-get update
+    logged "update the host's package lists" apt-get --option "Acquire::Retries=$apt_tries" update
     if [[ " ${missing[*]} " == *" cargo "* ]]; then
         candidate=$(apt-cache policy cargo | sed -n 's/^  Candidate: //p')
         dpkg --compare-versions "$candidate" ge "$cargo_needed" ||
             die "Debian's cargo is older than $cargo_needed: install Rust with rustup (rustup toolchain install stable), then run this again"
     fi
     DEBIAN_FRONTEND=noninteractive logged "install ${#missing[@]} host packages" \
-        apt-get install --yes --no-install-recommends "${missing[@]}"
+        apt-get install --option "Acquire::Retries=$apt_tries" --yes --no-install-recommends "${missing[@]}"
 }
 
 # One at a time: apt has a lock of its own, but does not wait for it.
