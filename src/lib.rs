@@ -1,7 +1,7 @@
 //! Thruway: a vhost-user device daemon for virtio-fs.
 //!
 //! Calls go one way: [`device`] (virtqueues) → [`fuse`] (messages) → [`fs`] (the shared directory) → [`window`] (what
-//! of it is mapped into the guest).
+//! of it is mapped into the guest). [`watch`] tells what the host changes in it.
 
 // The modules `doors` open private items to tests and fuzz targets.
 #![cfg_attr(not(any(test, fuzzing)), warn(missing_docs))]
@@ -12,4 +12,5 @@ pub mod fs;
 pub mod fuse;
 pub mod limits;
 pub mod sandbox;
+pub mod watch;
 pub mod window;

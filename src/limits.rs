@@ -96,6 +96,15 @@ pub const INODES: usize = 1 << 22;
 /// test holds it.
 pub const INODE_MEMORY: usize = 512;
 
+/// Directories and files of several links that one daemon watches for changes by the host. Each mark keeps an inode in
+/// the host's memory: 1 KiB or so, 128 MiB in all. The kernel's own limit (fs.fanotify.max_user_marks) is 200,000 on a
+/// machine with 24 GiB, for all daemons of a user. What is not watched has ordinary timeouts.
+pub const WATCHES: usize = 1 << 17;
+
+/// Files and directories that the guest may have leases of. Each takes some 200 bytes besides [`INODE_MEMORY`], all of
+/// them 256 MiB. Others have ordinary timeouts.
+pub const LEASES: usize = 1 << 20;
+
 /// Directory handles that keep the part of a listing which the guest has not read yet: 32 KiB each, 32 MiB in all.
 /// Other handles read the directory again for each request.
 pub const LISTINGS: usize = 1024;

@@ -50,6 +50,8 @@ use host::Hosts;
 use inode::Places;
 use inodes::Inodes;
 use lock::Locks;
+#[cfg(test)]
+pub(crate) use sys::{file_id, truncate};
 
 /// A served directory.
 pub struct PassthroughFs {

@@ -10,6 +10,8 @@ use rustix::thread::{Pid, UnshareFlags, unshare_unsafe};
 use serde::{Deserialize, Serialize};
 
 use crate::fuse::buf::{IOV_MAX, IoRange};
+#[cfg(test)]
+use crate::watch::FileId;
 
 type Result<T> = std::result::Result<T, Errno>;
 
@@ -94,24 +96,36 @@ struct CHandle {
 /// Longest handle in bytes: MAX_HANDLE_SZ of include/uapi/linux/fcntl.h.
 pub const MAX_HANDLE: usize = 128;
 
-/// name_to_handle_at(2) of the descriptor itself: the handle, which may be one that does not open, and the mount id.
-pub fn name_to_handle(fd: BorrowedFd) -> Result<(RawHandle, i32)> {
+/// name_to_handle_at(2) of `name` in `fd` or, with an empty name, of `fd` itself: the handle, which may be one that
+/// does not open, and the mount id. Follows no symbolic link.
+fn handle_at(fd: BorrowedFd, name: &CStr) -> Result<(CHandle, i32)> {
     let mut handle = CHandle { bytes: MAX_HANDLE as u32, kind: 0, data: [0; MAX_HANDLE] };
     let mut mount = 0;
-    // SAFETY: `handle` is a struct file_handle with room for `bytes` bytes.
+    let flags = if name.is_empty() { libc::AT_EMPTY_PATH } else { 0 };
+    // SAFETY: `name` is a C string, and `handle` is a struct file_handle with room for `bytes` bytes.
     let ret = unsafe {
-        libc::syscall(
-            libc::SYS_name_to_handle_at,
-            fd.as_raw_fd(),
-            c"".as_ptr(),
-            &mut handle,
-            &mut mount,
-            libc::AT_EMPTY_PATH,
-        )
+        libc::syscall(libc::SYS_name_to_handle_at, fd.as_raw_fd(), name.as_ptr(), &mut handle, &mut mount, flags)
     };
     check(ret)?;
+    Ok((handle, mount))
+}
+
+/// The handle of the descriptor itself, which may be one that does not open, and the mount id.
+pub fn name_to_handle(fd: BorrowedFd) -> Result<(RawHandle, i32)> {
+    let (handle, mount) = handle_at(fd, c"")?;
     let data = handle.data.get(..handle.bytes as usize).ok_or(Errno::OVERFLOW)?.into();
     Ok((RawHandle { kind: handle.kind, data }, mount))
+}
+
+/// By what name the watch knows the file `name` in `fd` or, with an empty name, `fd` itself.
+///
+/// # Errors
+/// Those of name_to_handle_at(2); EOVERFLOW for a handle that is too long.
+#[cfg(test)]
+pub fn file_id(fd: BorrowedFd, name: &CStr) -> Result<FileId> {
+    let (handle, _) = handle_at(fd, name)?;
+    let data = handle.data.get(..handle.bytes as usize).ok_or(Errno::OVERFLOW)?;
+    FileId::new(handle.kind, data).ok_or(Errno::OVERFLOW)
 }
 
 /// open_by_handle_at(2). `mount`: an open file of the handle's mount, not O_PATH. Needs CAP_DAC_READ_SEARCH.

@@ -1,0 +1,415 @@
+//! Watches the shared directory for changes by others than this daemon, by fanotify(7).
+//!
+//! A mark on a directory reports what happens to its names and, while they are reached by these names, to its files.
+//! The watch knows files by their handles and calls them by numbers, the nodeids. Knows no virtqueue and no FUSE.
+//!
+//! **What may be trusted.** The kernel queues an event after the change that it is about. So attributes may be told to
+//! the guest with the promise of a notification if an event that is queued after they were read finds the node in the
+//! table, and if the mark was there before they were read. A node gets its number only after its attributes were read.
+//! For that case the watch counts events before it looks at the table: if the count is the same before the attributes
+//! were read and after the node was entered, no event was missed.
+//!
+//! **Own changes.** Events of this process are about what the guest has done, so the guest is not told. They still show
+//! where files have moved.
+//!
+//! **What sends no event:** stores through a shared mapping of the file until the mapping ends, changes by another link
+//! in a directory that is not marked, mounts, and access times.
+
+mod event;
+mod sys;
+mod table;
+#[cfg(test)]
+pub(crate) mod tests;
+
+use std::ffi::CStr;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+
+use parking_lot::{Mutex, RwLock};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::io::Errno;
+
+use crate::limits;
+use event::{Event, Place};
+use table::Table;
+pub use table::{Cover, FileId};
+
+/// What a directory's mark reports. FAN_CLOSE_WRITE shows what was stored through a mapping, once that is gone.
+const DIRECTORY: u64 = FILE | libc::FAN_CREATE | libc::FAN_DELETE | libc::FAN_RENAME | FLAGS;
+/// What the mark of another file reports.
+const FILE: u64 =
+    libc::FAN_MODIFY | libc::FAN_ATTRIB | libc::FAN_CLOSE_WRITE | libc::FAN_DELETE_SELF | libc::FAN_MOVE_SELF;
+const FLAGS: u64 = libc::FAN_EVENT_ON_CHILD | libc::FAN_ONDIR;
+/// Events that are about a name.
+const NAMES: u64 = libc::FAN_CREATE | libc::FAN_DELETE | libc::FAN_RENAME;
+/// Events after which the contents are others.
+const CONTENTS: u64 = libc::FAN_MODIFY | libc::FAN_CLOSE_WRITE;
+
+/// Room for the events of one read(2); more come with the next. 64 KiB hold some 800, which take less than a
+/// millisecond.
+const BUFFER: usize = 64 << 10;
+
+/// A change by another process, after the invalidations for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Change<'a> {
+    /// What happened, FAN_* bits. One event may stand for several changes, in no known order.
+    pub mask: u64,
+    /// The node that changed. 0 if it is not known.
+    pub node: u64,
+    /// The directory and the name of what changed, or the old ones. 0 if the directory is not known.
+    pub dir: u64,
+    /// See `dir`.
+    pub name: &'a [u8],
+    /// Where a rename led.
+    pub to: Option<(u64, &'a [u8])>,
+}
+
+/// Is told of changes by others, on the watch's thread. Must not wait.
+pub trait Listener: Send + Sync {
+    /// The attributes of a node have changed; its contents too, with `contents`.
+    fn node_changed(&self, node: u64, contents: bool);
+    /// What a name in a directory leads to has changed.
+    fn name_changed(&self, dir: u64, name: &[u8]);
+    /// Anything may have changed.
+    fn all_changed(&self);
+    /// A change in detail.
+    fn change(&self, _change: &Change) {}
+}
+
+/// A point of the watch's work at which a test may step in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// Events were read and not yet counted.
+    Read,
+    /// An event was counted and the table not yet asked.
+    Counted,
+}
+
+/// What [`Watch::mark`] needs to know of a file.
+#[derive(Clone, Copy)]
+pub struct Target<'a> {
+    /// Where `path` starts. `None`: in the current directory.
+    pub dir: Option<BorrowedFd<'a>>,
+    /// Its path. A symbolic link is followed only if `dir` is none: the path is then one in /proc/self/fd.
+    pub path: &'a CStr,
+    /// It is a directory.
+    pub directory: bool,
+}
+
+impl Target<'_> {
+    fn flags(&self) -> u32 {
+        let only = if self.directory { libc::FAN_MARK_ONLYDIR } else { 0 };
+        only | if self.dir.is_some() { libc::FAN_MARK_DONT_FOLLOW } else { 0 }
+    }
+
+    fn mask(&self) -> u64 {
+        if self.directory { DIRECTORY } else { FILE }
+    }
+
+    fn start(&self) -> RawFd {
+        self.dir.map_or(libc::AT_FDCWD, |dir| dir.as_raw_fd())
+    }
+}
+
+/// A watch. Its thread ends when it is dropped.
+pub struct Watch {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    group: OwnedFd,
+    /// Readable once the thread is to end.
+    end: OwnedFd,
+    /// The process whose events are the guest's own changes.
+    own: i32,
+    /// Locked with no other lock held.
+    table: RwLock<Table>,
+    /// Held while marks are set and removed, before `table`: what the table says of marks is then true.
+    marking: Mutex<()>,
+    /// Events that were taken up. It rises before the table is asked.
+    handled: AtomicU64,
+    /// There was no room for another mark.
+    full: AtomicBool,
+    /// It has been said.
+    said: AtomicBool,
+    /// The thread has failed. Nothing is watched any longer.
+    failed: AtomicBool,
+    most_marks: usize,
+    most_nodes: usize,
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        let _ = rustix::io::write(&self.shared.end, &1u64.to_ne_bytes());
+    }
+}
+
+impl Watch {
+    /// A watch that marks nothing yet. To be called before the sandbox forbids fanotify_init(2).
+    ///
+    /// # Errors
+    /// EINVAL before Linux 5.17, EPERM and ENOSYS without fanotify for this user, EMFILE if the user has too many
+    /// groups (fs.fanotify.max_user_groups).
+    pub fn new() -> io::Result<Self> {
+        Self::with_limits(limits::WATCHES, limits::LEASES)
+    }
+
+    fn with_limits(most_marks: usize, most_nodes: usize) -> io::Result<Self> {
+        let shared = Shared {
+            group: sys::init()?,
+            end: eventfd(0, EventfdFlags::CLOEXEC)?,
+            own: std::process::id() as i32,
+            table: RwLock::default(),
+            marking: Mutex::default(),
+            handled: AtomicU64::new(0),
+            full: AtomicBool::new(false),
+            said: AtomicBool::new(false),
+            failed: AtomicBool::new(false),
+            most_marks,
+            most_nodes,
+        };
+        Ok(Self { shared: Arc::new(shared) })
+    }
+
+    /// Starts the thread that tells `listener` what has changed.
+    ///
+    /// # Errors
+    /// If there is no thread.
+    pub fn start(&self, listener: Arc<dyn Listener>) -> io::Result<()> {
+        self.start_stepped(listener, |_| {})
+    }
+
+    fn start_stepped(&self, listener: Arc<dyn Listener>, step: impl Fn(Step) + Send + 'static) -> io::Result<()> {
+        let shared = self.shared.clone();
+        let thread = thread::Builder::new().name("thruway-watch".into());
+        thread.spawn(move || shared.run(&*listener, &step)).map(drop)
+    }
+
+    /// Events that were taken up so far.
+    pub fn handled(&self) -> u64 {
+        self.shared.handled.load(Ordering::SeqCst)
+    }
+
+    /// Which events would show a change of this node.
+    pub fn cover(&self, node: u64) -> Cover {
+        self.shared.table.read().cover(node)
+    }
+
+    /// Whether events find this node.
+    pub fn has(&self, node: u64) -> bool {
+        self.shared.table.read().has(node)
+    }
+
+    /// Whether the file was found in this directory last.
+    pub fn is_in(&self, node: u64, dir: u64) -> bool {
+        self.shared.table.read().is_in(node, dir)
+    }
+
+    /// Enters a node, unless it is there. Whether it is now: there is a limit.
+    pub fn add(&self, node: u64, file: FileId) -> bool {
+        let mut table = self.shared.table.write();
+        let refused = table.len() >= self.shared.most_nodes || self.shared.failed.load(Ordering::Relaxed);
+        if !table.has(node) {
+            if refused {
+                return false;
+            }
+            table.add(node, file);
+        }
+        true
+    }
+
+    /// Notes that a file was found in a directory. Its events show changes of the file from now on.
+    pub fn found(&self, node: u64, dir: u64) {
+        self.shared.table.write().found(node, dir);
+    }
+
+    /// Notes that a file has left its directory. The caller tells the guest.
+    pub fn lost(&self, node: u64) {
+        self.found(node, 0);
+    }
+
+    /// Marks a node's file. What is read of it afterwards may be trusted.
+    ///
+    /// # Errors
+    /// Those of fanotify_mark(2). ENOSPC if there are too many marks or nodes.
+    pub fn mark(&self, node: u64, file: FileId, target: Target) -> Result<(), Errno> {
+        let shared = &self.shared;
+        if shared.full.load(Ordering::Relaxed) {
+            return Err(Errno::NOSPC);
+        }
+        let _marking = shared.marking.lock();
+        if shared.table.read().is_marked(node) {
+            return Ok(());
+        }
+        if shared.table.read().marks() >= shared.most_marks || !self.add(node, file) {
+            shared.is_full();
+            return Err(Errno::NOSPC);
+        }
+        let flags = libc::FAN_MARK_ADD | target.flags();
+        match sys::mark(shared.group.as_fd(), flags, target.mask(), target.start(), target.path) {
+            Ok(()) => {
+                shared.table.write().set_marked(node, true);
+                Ok(())
+            }
+            Err(e) => {
+                let errno = e.raw_os_error().map_or(Errno::IO, Errno::from_raw_os_error);
+                if errno == Errno::NOSPC {
+                    shared.is_full();
+                }
+                Err(errno)
+            }
+        }
+    }
+
+    /// Forgets a node. `unmark` is called if its file has a mark that is no longer needed.
+    pub fn forget(&self, node: u64, unmark: impl FnOnce(&dyn Fn(Target))) {
+        let shared = &self.shared;
+        if !shared.table.read().is_marked(node) {
+            shared.table.write().remove(node);
+            return;
+        }
+        let _marking = shared.marking.lock();
+        let shared_mark = {
+            let mut table = shared.table.write();
+            table.set_marked(node, false);
+            let shares = table.shares_mark(node);
+            table.remove(node);
+            shares
+        };
+        if !shared_mark {
+            unmark(&|target| {
+                // The mark of a file that is gone went with it.
+                let flags = libc::FAN_MARK_REMOVE | target.flags();
+                let _ = sys::mark(shared.group.as_fd(), flags, target.mask(), target.start(), target.path);
+            });
+        }
+        shared.full.store(false, Ordering::Relaxed);
+    }
+
+    /// Forgets everything.
+    pub fn clear(&self) {
+        let shared = &self.shared;
+        let _marking = shared.marking.lock();
+        if shared.table.read().len() == 0 {
+            return;
+        }
+        shared.table.write().clear();
+        // Marks that stay cost no more than events that nobody asked for.
+        let _ = sys::flush(shared.group.as_fd());
+        shared.full.store(false, Ordering::Relaxed);
+    }
+}
+
+impl Shared {
+    fn is_full(&self) {
+        self.full.store(true, Ordering::Relaxed);
+        if !self.said.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                "{} files and directories are watched, and there is no room for more: the guest uses the timeouts of \
+                 --cache for the others (fs.fanotify.max_user_marks)",
+                self.table.read().marks()
+            );
+        }
+    }
+
+    fn run(&self, listener: &dyn Listener, step: &dyn Fn(Step)) {
+        let mut buffer = vec![0; BUFFER];
+        loop {
+            let mut ready = [PollFd::new(&self.group, PollFlags::IN), PollFd::new(&self.end, PollFlags::IN)];
+            let _ = poll(&mut ready, None);
+            if !ready[1].revents().is_empty() {
+                return;
+            }
+            match rustix::io::read(&self.group, &mut buffer) {
+                Ok(length) => self.take(&buffer[..length], listener, step),
+                Err(Errno::AGAIN | Errno::INTR) => {}
+                Err(errno) => {
+                    // Nothing that was promised holds any longer.
+                    tracing::error!("the share is no longer watched for changes on the host: {errno}");
+                    self.fail(listener);
+                    return;
+                }
+            }
+        }
+    }
+
+    fn fail(&self, listener: &dyn Listener) {
+        self.handled.fetch_add(1, Ordering::SeqCst);
+        {
+            let mut table = self.table.write();
+            self.failed.store(true, Ordering::Relaxed);
+            table.clear();
+        }
+        listener.all_changed();
+    }
+
+    fn take(&self, mut bytes: &[u8], listener: &dyn Listener, step: &dyn Fn(Step)) {
+        step(Step::Read);
+        while let Some((event, rest)) = Event::read(bytes) {
+            bytes = rest;
+            if event.mask & libc::FAN_Q_OVERFLOW != 0 {
+                // Files may have moved unseen. Marks stay.
+                self.handled.fetch_add(1, Ordering::SeqCst);
+                step(Step::Counted);
+                self.table.write().lose();
+                listener.all_changed();
+                continue;
+            }
+            let own = event.pid == self.own;
+            if !own || self.table.read().several {
+                self.handled.fetch_add(1, Ordering::SeqCst);
+            }
+            step(Step::Counted);
+            self.follow(&event);
+            self.tell(&event, own, listener);
+        }
+    }
+
+    /// Notes where files have gone. This comes before the guest is told: it may ask again at once.
+    fn follow(&self, event: &Event) {
+        if event.mask & (libc::FAN_DELETE | libc::FAN_RENAME) == 0 || event.mask & libc::FAN_ONDIR != 0 {
+            return;
+        }
+        let mut table = self.table.write();
+        let marked = |table: &Table, dir| table.of(dir).iter().copied().find(|dir| table.is_marked(*dir));
+        for node in table.of(event.object).to_vec() {
+            if event.mask & libc::FAN_RENAME != 0 {
+                let dir = marked(&table, event.to.dir).unwrap_or(0);
+                table.found(node, dir);
+            } else if table.of(event.place.dir).iter().any(|dir| table.is_in(node, *dir)) {
+                table.found(node, 0);
+            }
+        }
+    }
+
+    fn tell(&self, event: &Event, own: bool, listener: &dyn Listener) {
+        // Collected first: the listener must not be called with the table locked.
+        let (nodes, dirs, to) = {
+            let table = self.table.read();
+            let of = |file| table.of(file).to_vec();
+            (of(event.object), of(event.place.dir), of(event.to.dir))
+        };
+        // The guest has one number for a file that it changes. It knows nothing of its other numbers.
+        let told = |nodes: &[u64]| !own || nodes.len() > 1;
+        if event.mask & NAMES != 0 {
+            for (dirs, Place { name, .. }) in [(&dirs, event.place), (&to, event.to)] {
+                for dir in dirs.iter().filter(|_| told(dirs)) {
+                    listener.name_changed(*dir, name);
+                    listener.node_changed(*dir, true);
+                }
+            }
+        }
+        for node in nodes.iter().filter(|_| told(&nodes)) {
+            listener.node_changed(*node, event.mask & CONTENTS != 0);
+        }
+        if !own {
+            let one = |nodes: &[u64]| nodes.first().copied().unwrap_or(0);
+            let (dir, name) = (one(&dirs), event.place.name);
+            let to = (event.mask & libc::FAN_RENAME != 0).then(|| (one(&to), event.to.name));
+            listener.change(&Change { mask: event.mask, node: one(&nodes), dir, name, to });
+        }
+    }
+}
