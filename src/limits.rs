@@ -128,6 +128,17 @@ pub const FILE_MAX_SHARE: u64 = 4;
 /// EAGAIN.
 pub const WINDOW_JOBS: usize = 4096;
 
+/// Invalidations that the guest has not heard yet, merged. A guest that answers hears of each within a millisecond, so
+/// these are what the host changes while the guest stands still for some seconds. Each takes 150 bytes and a name, so
+/// all of them 6 MiB, and 20 MiB with the longest names that the protocol allows. At the limit all of them give way to
+/// one notification: trust nothing.
+pub const NOTIFICATIONS: usize = 16_384;
+
+/// Events for the guest's watchers (inotify(7)) that the guest has not heard yet: as many as Linux keeps for one
+/// watcher (fs.inotify.max_queued_events). Each takes 40 bytes and a name. Further events are dropped, and the guest
+/// hears of that once.
+pub const NOTIFIED_EVENTS: usize = 16_384;
+
 /// How long the daemon waits before it accepts connections again after accept(2) failed, most often for lack of
 /// descriptors.
 pub const ACCEPT_PAUSE: Duration = Duration::from_secs(1);

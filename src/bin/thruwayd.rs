@@ -63,16 +63,17 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     caps::limit(&options.modcaps.clone().unwrap_or_default(), opens_handles)?;
     cli::log::detach()?;
     let window = start_window(options, proxy)?;
-    let fs = start_fs(config, entered)?.with_window(window.clone());
+    let notifier = Arc::new(device::Notifier::new()?);
+    let fs = start_fs(config, entered)?.with_window(window.clone()).with_notifier(notifier.clone());
     let server = Server::new(fs);
     let _pid_file = match asked {
         Some(bound) => {
-            metrics::start(bound.listener, server.counters(), window.clone())?;
+            metrics::start(bound.listener, server.counters(), window.clone(), notifier.clone())?;
             Some(bound.pid_file)
         }
         None => None,
     };
-    let urings = Arc::new(device::Urings::new(options.num_request_queues));
+    let urings = Arc::new(device::Urings::new(options.num_request_queues + 1));
     seccomp::apply(options.seccomp, options.syslog)?;
     tracing::info!("waiting for a vhost-user frontend on {}", options.endpoint());
     let device = device::Options {
@@ -82,6 +83,7 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
         urings,
         poll: Duration::from_micros(options.poll_us),
         window,
+        notifier: Some(notifier),
     };
     device::serve(listener, Arc::new(server), device)?;
     if let (Sandbox::None, Some(path)) = (options.sandbox, options.socket()) {

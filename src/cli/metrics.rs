@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use crate::device::Notifier;
 use crate::fuse::metrics::Counters;
 use crate::limits;
 use crate::window::Window;
@@ -21,11 +22,17 @@ const PATIENCE: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 ///
 /// # Errors
 /// Those of starting a thread.
-pub fn start(listener: UnixListener, counters: Arc<Counters>, window: Option<Arc<Window>>) -> io::Result<()> {
+pub fn start(
+    listener: UnixListener,
+    counters: Arc<Counters>,
+    window: Option<Arc<Window>>,
+    notifier: Arc<Notifier>,
+) -> io::Result<()> {
     let serve = move || {
         loop {
             let client = next(|| Ok(listener.accept()?.0), thread::sleep);
-            let text = window.iter().fold(counters.to_string(), |text, window| text + &window.metrics());
+            let counts = format!("{counters}{notifier}");
+            let text = window.iter().fold(counts, |text, window| text + &window.metrics());
             if let Err(e) = answer(client, &text) {
                 tracing::debug!("a client of --metrics-path went away: {e}");
             }

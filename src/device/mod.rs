@@ -9,6 +9,7 @@ mod config;
 mod crowd;
 mod handler;
 mod late;
+mod notify;
 mod origin;
 mod poll;
 mod pool;
@@ -41,12 +42,13 @@ use vm_memory::GuestMemoryAtomic;
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
+use crate::fuse::notify::Sink;
 use crate::limits;
 use crate::window::Window;
 use config::ConfigSpace;
 use origin::Service;
 use pool::Pools;
-use queue::Workers;
+use queue::{Role, Workers};
 use region::{GuestMemory, Memory, RegionState};
 use ring::Vring;
 use shmem::Channel;
@@ -58,7 +60,7 @@ pub mod doors {
     pub use super::chain::{Segment, Table, is_near, load, mark_dirty, write};
     pub use super::origin::Service;
     pub use super::pool::Pools;
-    pub use super::queue::Workers;
+    pub use super::queue::{Role, Workers};
     pub use super::region::{GuestMemory as MemoryAtomic, Memory, RegionState};
     pub use super::ring::Vring;
 }
@@ -66,12 +68,13 @@ pub mod doors {
 pub use config::TAG_LEN;
 pub use crowd::LARGE;
 pub use handler::Handler;
+pub use notify::{BUFFER as NOTIFY_BUFFER, Notifier};
 pub use poll::offer_cpu;
 pub use uring::Urings;
 
-/// Most request queues. vhost-user-backend names the queues of a thread by a mask of 64 bits, and one bit is the high
-/// priority queue's.
-pub const MAX_REQUEST_QUEUES: u16 = 63;
+/// Most request queues. vhost-user-backend names the queues of a thread by a mask of 64 bits. Two bits are the high
+/// priority queue's and the notification queue's.
+pub const MAX_REQUEST_QUEUES: u16 = 62;
 
 /// Default of [`Options::poll`] in µs. A guest whose CPU sleeps while it waits takes about 50 from a reply to its next
 /// request.
@@ -92,6 +95,8 @@ pub struct Options {
     pub urings: Arc<Urings>,
     /// The shared memory regions, which the handler's file system uses too.
     pub window: Option<Arc<Window>>,
+    /// What the handler's file system tells the guest by. Without it, the device has no notification queue.
+    pub notifier: Option<Arc<Notifier>>,
 }
 
 impl Default for Options {
@@ -103,6 +108,7 @@ impl Default for Options {
             poll: Duration::ZERO,
             urings: Arc::new(Urings::none()),
             window: None,
+            notifier: None,
         }
     }
 }
@@ -184,12 +190,22 @@ impl<H: Handler> Device<H> {
             logging: AtomicBool::new(false),
             urings: options.urings.clone(),
             poll: options.poll,
+            notifier: options.notifier.clone(),
         };
+        if let Some(notifier) = &options.notifier {
+            notifier.set_open(false);
+        }
+        // The high priority queue, and the notification queue.
+        let others = 1 + u16::from(options.notifier.is_some());
         Ok(Arc::new(Self {
             workers,
-            config: ConfigSpace::new(options.tag.as_deref(), options.request_queues),
+            config: ConfigSpace::new(
+                options.tag.as_deref(),
+                options.request_queues,
+                options.notifier.as_ref().map_or(0, |_| NOTIFY_BUFFER),
+            ),
             has_tag: options.tag.is_some(),
-            rings: (0..=options.request_queues).map(|_| OnceLock::new()).collect(),
+            rings: (0..options.request_queues + others).map(|_| OnceLock::new()).collect(),
             exit: EventFd::new(EFD_NONBLOCK).map_err(|e| Error::Setup(e.to_string()))?,
             channel: Mutex::new(None),
             transfer: Transfer::default(),
@@ -205,10 +221,17 @@ impl<H: Handler> Device<H> {
         for (queue, worker) in daemon.get_epoll_handlers().iter().enumerate() {
             let mut events = vec![(self.exit.as_raw_fd(), self.exit_token())];
             events.extend(self.workers.urings.of(queue).map(|uring| (uring.lock().event(), self.uring_token())));
+            if queue == notify::QUEUE {
+                events.extend(self.workers.notifier.iter().map(|notifier| (notifier.wake_fd(), self.notify_token())));
+            }
             for (fd, token) in events {
                 let added = worker.register_listener(fd, EventSet::IN, token.into());
                 added.map_err(|e| Error::Setup(e.to_string()))?;
             }
+        }
+        if let Some(notifier) = &self.workers.notifier {
+            // So that the worker gets to know its ring.
+            notifier.wake();
         }
         let started = daemon.start(listener).map_err(|e| Error::Accept(e.to_string()));
         let end = started.and_then(|()| connection_end(daemon.wait()));
@@ -224,6 +247,9 @@ impl<H: Handler> Device<H> {
         let _ = self.exit.write(1);
         self.transfer.cancel();
         self.reset_rings();
+        if let Some(notifier) = &self.workers.notifier {
+            notifier.set_open(false);
+        }
         *self.channel.lock() = None;
         if let Some(window) = &self.window {
             window.disconnect();
@@ -244,6 +270,16 @@ impl<H: Handler> Device<H> {
     /// The event number of a worker's io_uring.
     fn uring_token(&self) -> u16 {
         self.exit_token() + 1
+    }
+
+    /// The event number of [`Notifier::wake_fd`].
+    fn notify_token(&self) -> u16 {
+        self.exit_token() + 2
+    }
+
+    /// The notifier, if the driver has taken the notification queue.
+    fn notifier(&self) -> Option<&Arc<Notifier>> {
+        self.workers.notifier.as_ref().filter(|notifier| notifier.is_open())
     }
 }
 
@@ -269,12 +305,20 @@ impl<H: Handler> VhostUserBackend for Device<H> {
 
     fn features(&self) -> u64 {
         let vhost = VhostUserVirtioFeatures::PROTOCOL_FEATURES | VhostUserVirtioFeatures::LOG_ALL;
-        1 << VIRTIO_F_VERSION_1 | 1 << VIRTIO_RING_F_INDIRECT_DESC | 1 << VIRTIO_RING_F_EVENT_IDX | vhost.bits()
+        let notifications = self.workers.notifier.as_ref().map_or(0, |_| notify::FEATURE);
+        1 << VIRTIO_F_VERSION_1
+            | 1 << VIRTIO_RING_F_INDIRECT_DESC
+            | 1 << VIRTIO_RING_F_EVENT_IDX
+            | notifications
+            | vhost.bits()
     }
 
     fn acked_features(&self, features: u64) {
         let logging = features & VhostUserVirtioFeatures::LOG_ALL.bits() != 0;
         self.workers.logging.store(logging, Ordering::Release);
+        if let Some(notifier) = &self.workers.notifier {
+            notifier.set_open(features & notify::FEATURE != 0);
+        }
     }
 
     fn protocol_features(&self) -> Protocol {
@@ -294,6 +338,9 @@ impl<H: Handler> VhostUserBackend for Device<H> {
 
     fn reset_device(&self) {
         self.reset_rings();
+        if let Some(notifier) = &self.workers.notifier {
+            notifier.set_open(false);
+        }
         self.workers.service.handler.reset();
     }
 
@@ -341,7 +388,15 @@ impl<H: Handler> VhostUserBackend for Device<H> {
                 }
                 self.transfer.save(file, move || handler.save())?;
             }
-            VhostTransferStateDirection::LOAD => self.transfer.load(file, move |state| handler.load(state))?,
+            VhostTransferStateDirection::LOAD => {
+                let notifier = self.workers.notifier.clone();
+                self.transfer.load(file, move |state| {
+                    handler.load(state)?;
+                    // What the source had not told the guest did not move.
+                    notifier.iter().for_each(|notifier| notifier.inc_epoch());
+                    Ok(())
+                })?;
+            }
         }
         Ok(None)
     }
@@ -367,7 +422,13 @@ impl<H: Handler> VhostUserBackend for Device<H> {
         // A thread has one queue, so one ring.
         if let (Some(ring), Some(known)) = (vrings.first(), self.rings.get(thread)) {
             known.get_or_init(|| ring.clone());
-            self.workers.drain(&ring.0, thread);
+            if event == self.notify_token() {
+                self.workers.notifier.iter().for_each(|notifier| notifier.seen());
+            }
+            match self.notifier() {
+                Some(notifier) if thread == notify::QUEUE => self.workers.tell(&ring.0, notifier),
+                open => self.workers.drain(&ring.0, thread, Role::of(thread, open.is_some())),
+            }
         }
         Ok(())
     }

@@ -1,5 +1,6 @@
 //! The worker of a queue: takes requests, has them served, gives the chains back.
 
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -9,10 +10,11 @@ use vm_memory::GuestAddressSpace;
 use super::chain::{self, Table, Used};
 use super::crowd::HOLDS_UP;
 use super::handler::Handler;
+use super::notify::{self, Notifier};
 use super::origin::{Origin, Service};
 use super::region::{GuestMemory, LoadedMemory};
 use super::ring::Ring;
-use super::scratch::Scratch;
+use super::scratch::{BATCH, Scratch};
 use super::uring::Urings;
 
 /// How long FORGETs may gather, so that hundreds of them cost one wake-up of the worker and of the guest's CPU. Linux
@@ -30,17 +32,38 @@ pub struct Workers<H> {
     pub urings: Arc<Urings>,
     /// Longest that a worker polls its ring.
     pub poll: Duration,
+    /// What the notification queue sends.
+    pub notifier: Option<Arc<Notifier>>,
+}
+
+/// What a queue is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    HighPriority,
+    Notification,
+    /// The request queue of this number.
+    Request(usize),
+}
+
+impl Role {
+    /// What queue number `index` is for. `notifies`: the driver has taken the notification queue.
+    pub fn of(index: usize, notifies: bool) -> Self {
+        match (index, notifies) {
+            (0, _) => Self::HighPriority,
+            (notify::QUEUE, true) => Self::Notification,
+            (index, true) => Self::Request(index - notify::QUEUE - 1),
+            (index, false) => Self::Request(index - notify::QUEUE),
+        }
+    }
 }
 
 impl<H: Handler> Workers<H> {
-    /// Serves the ring until it is empty. `index`: the queue's number, 0 for the high priority queue.
-    pub fn drain(&self, ring: &Arc<Ring>, index: usize) {
+    /// Serves the requests of the ring until it is empty. `index`: the queue's number.
+    pub fn drain(&self, ring: &Arc<Ring>, index: usize, role: Role) {
+        role.name_thread();
         let mut worker = ring.worker();
-        let scratch = worker.get_or_insert_with(|| {
-            name_thread(index);
-            Box::new(Scratch::new(self.urings.of(index).cloned()))
-        });
-        if index == 0 {
+        let scratch = self.scratch(&mut worker, index);
+        if role == Role::HighPriority {
             // Nobody waits for the requests of this queue, so it is not polled.
             std::thread::sleep(GATHER);
         } else {
@@ -50,7 +73,7 @@ impl<H: Handler> Workers<H> {
             scratch.reap();
             let mem = self.mem.memory();
             let rest = scratch.poll.is_over();
-            let table = ring.exchange(index, &mem, &mut scratch.used, &mut scratch.heads, rest);
+            let table = ring.exchange(index, &mem, &mut scratch.used, &mut scratch.heads, BATCH, rest);
             if scratch.heads.is_empty() {
                 if rest {
                     return scratch.poll.rest();
@@ -64,6 +87,11 @@ impl<H: Handler> Workers<H> {
                 return ring.flush(&mem, &mut scratch.used);
             }
         }
+    }
+
+    /// What the worker of this queue keeps.
+    pub fn scratch<'a>(&self, worker: &'a mut Option<Box<Scratch>>, index: usize) -> &'a mut Scratch {
+        worker.get_or_insert_with(|| Box::new(Scratch::new(self.urings.of(index).cloned())))
     }
 
     fn serve_batch(&self, ring: &Arc<Ring>, mem: &LoadedMemory, table: Table, scratch: &mut Scratch) {
@@ -97,13 +125,38 @@ impl<H: Handler> Workers<H> {
     }
 }
 
-/// Names the calling thread after its queue; vhost-user-backend gives all workers the same name.
-fn name_thread(index: usize) {
-    let name = match index {
-        0 => "thruway-hiprio".to_owned(),
-        _ => format!("thruway-q{}", index - 1),
-    };
-    if let Ok(name) = std::ffi::CString::new(name) {
-        let _ = rustix::thread::set_name(&name);
+thread_local! {
+    /// What the thread is named after.
+    static NAMED: Cell<Option<Role>> = const { Cell::new(None) };
+}
+
+impl Role {
+    /// Names the calling thread after its queue; vhost-user-backend gives all workers the same name. The role of a
+    /// queue may change with the driver.
+    pub fn name_thread(self) {
+        if NAMED.replace(Some(self)) == Some(self) {
+            return;
+        }
+        let name = match self {
+            Self::HighPriority => "thruway-hiprio".to_owned(),
+            Self::Notification => "thruway-notify".to_owned(),
+            Self::Request(number) => format!("thruway-q{number}"),
+        };
+        if let Ok(name) = std::ffi::CString::new(name) {
+            let _ = rustix::thread::set_name(&name);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn queues_are_numbered_by_what_the_driver_took() {
+        let all = |notifies| [0, 1, 2, 3].map(|index| Role::of(index, notifies));
+        let [first, second, third] = [0, 1, 2].map(Role::Request);
+        assert_eq!(all(false), [Role::HighPriority, first, second, third]);
+        assert_eq!(all(true), [Role::HighPriority, Role::Notification, first, second]);
     }
 }

@@ -4,8 +4,8 @@
 use std::fmt;
 use std::fs::File;
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::fs::{OFlags, fcntl_setfl};
@@ -15,8 +15,9 @@ use vm_memory::{GuestAddress, GuestAddressSpace};
 
 use super::chain::{self, Segment, Table, Used};
 use super::late::Late;
+use super::notify::Notifier;
 use super::region::{GuestMemory, LoadedMemory, Memory};
-use super::scratch::{BATCH, Scratch};
+use super::scratch::Scratch;
 use crate::limits;
 
 /// A virtqueue of this device, as vhost-user-backend handles it.
@@ -39,6 +40,8 @@ pub struct Ring {
     idle: Condvar,
     /// Somebody waits for the end of what was taken from the ring.
     stopping: AtomicBool,
+    /// To be woken when the ring starts. The driver may have offered chains before that, and not say so again.
+    waits: OnceLock<Arc<Notifier>>,
 }
 
 /// The chains that the device has taken and not given back.
@@ -105,8 +108,8 @@ impl Ring {
         self.worker.lock()
     }
 
-    /// Gives `used` back to the driver, notifies it if it wants that, and takes up to [`BATCH`] chain heads. Returns
-    /// the descriptor table of those chains.
+    /// Gives `used` back to the driver, notifies it if it wants that, and takes up to `most` chain heads. Returns the
+    /// descriptor table of those chains.
     ///
     /// With `rest`, the worker is about to sleep: if there is nothing to take, the driver will notify of the next
     /// chain. `index`: the queue's number, for the log.
@@ -116,13 +119,14 @@ impl Ring {
         mem: &Memory,
         used: &mut Vec<Used>,
         heads: &mut Vec<u16>,
+        most: usize,
         rest: bool,
     ) -> Table {
         let mut state = self.vring.get_mut();
         self.publish(&mut state, mem, used);
         let mut taken = self.heads.lock();
         if live(&state) && !taken.ended && is_near(&state, mem) {
-            if let Err(breach) = take(state.get_queue_mut(), mem, &mut taken, heads, rest) {
+            if let Err(breach) = take(state.get_queue_mut(), mem, &mut taken, heads, most, rest) {
                 taken.ended = true;
                 tracing::error!(
                     "the guest's driver broke VIRTIO's rules on queue {index}: {breach}. The queue stays unserved \
@@ -231,6 +235,17 @@ impl Ring {
         worker
     }
 
+    /// Wakes the worker by this notifier whenever the ring starts.
+    pub fn wake_at_start(&self, notifier: &Arc<Notifier>) {
+        let _ = self.waits.get_or_init(|| notifier.clone());
+    }
+
+    fn started(&self) {
+        if let Some(notifier) = self.waits.get() {
+            notifier.wake();
+        }
+    }
+
     /// Whether chains may be taken from it.
     pub fn is_started(&self) -> bool {
         self.vring.get_ref().get_queue().ready()
@@ -265,6 +280,7 @@ impl Ring {
         drop(worker);
         self.vring.set_queue_ready(true);
         self.deliver(&mut late);
+        self.started();
     }
 
     /// Another session has begun: nothing of the one before goes back to the driver.
@@ -358,12 +374,19 @@ fn table(state: &VringState<GuestMemory>) -> Table {
 }
 
 /// Takes chains until the driver breaks the rules.
-fn take(queue: &mut Queue, mem: &Memory, taken: &mut Heads, heads: &mut Vec<u16>, rest: bool) -> Result<(), Breach> {
+fn take(
+    queue: &mut Queue,
+    mem: &Memory,
+    taken: &mut Heads,
+    heads: &mut Vec<u16>,
+    most: usize,
+    rest: bool,
+) -> Result<(), Breach> {
     let size = queue.size();
     let mut look = || -> Result<Result<(), Breach>, QueueError> {
         queue.disable_notification(mem)?;
         loop {
-            for chain in queue.iter(mem)?.take(BATCH) {
+            for chain in queue.iter(mem)?.take(most) {
                 if let Err(breach) = taken.take(chain.head_index(), size) {
                     return Ok(Err(breach));
                 }
@@ -403,6 +426,7 @@ impl VringT<GuestMemory> for Vring {
             busy: Mutex::default(),
             idle: Condvar::new(),
             stopping: AtomicBool::new(false),
+            waits: OnceLock::new(),
         })))
     }
 
@@ -438,6 +462,7 @@ impl VringT<GuestMemory> for Vring {
         self.0.vring.set_enabled(enabled);
         if enabled {
             self.0.deliver(&mut self.0.late.lock());
+            self.0.started();
         } else {
             // Returns when neither the worker nor a late reply touches the ring: the frontend goes on then.
             drop(self.0.rest());

@@ -25,6 +25,8 @@ pub struct Scratch {
     /// I/O that the kernel does.
     pub uring: Option<Arc<Mutex<Uring>>>,
     pub crowd: Crowd,
+    /// A notification.
+    pub message: Vec<u8>,
 }
 
 impl Scratch {
@@ -37,6 +39,7 @@ impl Scratch {
             poll: Poll::default(),
             uring,
             crowd: Crowd::default(),
+            message: Vec::new(),
         }
     }
 

@@ -23,7 +23,8 @@ use crate::limits::URING_REQUESTS;
 /// Each entry is submitted at once, so one would do.
 const ENTRIES: u32 = URING_REQUESTS as u32 / 2;
 
-/// An io_uring for each request queue, but no more than there are CPUs.
+/// An io_uring for each request queue, but no more than there are CPUs, and one more: which queue is the notification
+/// queue is known only when the driver is.
 pub struct Urings(Vec<Arc<Mutex<Uring>>>);
 
 impl Urings {
@@ -31,7 +32,7 @@ impl Urings {
     pub fn new(queues: u16) -> Self {
         let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let uring = |_| Uring::new().map(|uring| Arc::new(Mutex::new(uring)));
-        let made = (0..usize::from(queues).min(cpus)).map(uring).collect::<io::Result<_>>();
+        let made = (0..usize::from(queues).min(cpus + 1)).map(uring).collect::<io::Result<_>>();
         Self(made.unwrap_or_else(|e| {
             tracing::info!("the host has no io_uring ({e}): reads that wait for a disk use threads");
             Vec::new()
