@@ -28,8 +28,15 @@ guest_kernel_dir() {
 }
 
 guest_kernel=$here/../guest-kernel
+# The series of guest-kernel in the order in which they apply. Each needs those before it, if they are there. The first thus
+# applies to plain Linux.
+guest_series=(notification passthrough lease fsnotify)
 # These apply to every kernel that is built from source.
-guest_patches=("$guest_kernel"/patches/*.patch)
+guest_patches=()
+for series in "${guest_series[@]}"; do
+    [[ ! -d $guest_kernel/$series ]] || guest_patches+=("$guest_kernel/$series"/*.patch)
+done
+unset series
 # These apply to User-Mode Linux only.
 uml_patches=("$here"/uml-patches/*.patch)
 

@@ -1,10 +1,10 @@
 # shellcheck shell=bash
 # Functions for scripts that build a kernel. Source lib.sh first.
 
-# guest-kernel/patches apply to this series.
+# The patches of guest-kernel apply to this version.
 linux_series=7.2
 
-# linux_source DIRECTORY: unpacks Debian's kernel source there and applies guest-kernel/patches.
+# linux_source DIRECTORY: unpacks Debian's kernel source there and applies the patches of guest-kernel.
 linux_source() {
     local apt=$1.apt package=linux-source-$linux_series
     logged "read package lists" private_apt "$apt"
