@@ -19,8 +19,8 @@ use zerocopy::IntoBytes;
 /// User and group ID of `nobody` on Linux distributions. Any unused ID would do.
 const NOBODY: u32 = 65534;
 
-/// CHOWN, DAC_OVERRIDE, FOWNER, FSETID, SETGID, SETUID, MKNOD and SETFCAP of include/uapi/linux/capability.h.
-const KEPT: u64 = 1 << 0 | 1 << 1 | 1 << 3 | 1 << 4 | 1 << 6 | 1 << 7 | 1 << 27 | 1 << 31;
+/// CHOWN, DAC_OVERRIDE, FOWNER, FSETID, SETGID, SETUID, MKNOD, LEASE and SETFCAP of include/uapi/linux/capability.h.
+const KEPT: u64 = 1 << 0 | 1 << 1 | 1 << 3 | 1 << 4 | 1 << 6 | 1 << 7 | 1 << 27 | 1 << 28 | 1 << 31;
 const DAC_READ_SEARCH: u64 = 1 << 2;
 
 fn is_root() -> bool {

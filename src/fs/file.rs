@@ -3,6 +3,7 @@
 use std::ffi::CStr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::task::Poll;
 
 use rustix::fs::{
@@ -11,6 +12,7 @@ use rustix::fs::{
 use rustix::io::Errno;
 use zerocopy::{Immutable, IntoBytes};
 
+use super::contents::{Pages, Stamp};
 use super::fd::{FdPath, stat};
 use super::handle::Handle;
 use super::inode::Inode;
@@ -83,6 +85,13 @@ impl PassthroughFs {
         };
         let entry = self.count(inode, file.as_fd(), flags);
         let mut handle = self.handle(inode, file);
+        // With passthrough the guest may not drop its pages.
+        if matches!((self.config.cache, entry), (CachePolicy::Auto, Poll::Ready(None))) {
+            match self.pages(inode, &handle, flags) {
+                Pages::Keep => open_flags |= OpenFlags::KEEP_CACHE,
+                Pages::Drop(number) => handle.drops = number.into(),
+            }
+        }
         handle.heard = inode.failures.heard();
         handle.plain = handle.host.open_is_open && self.is_plain(flags);
         // The guest need not send FLUSH if a close has no effect: the file system does nothing at close(2), there are
@@ -107,6 +116,27 @@ impl PassthroughFs {
             (Poll::Pending, None) => return Err(Errno::IO),
         }
         Ok(())
+    }
+
+    /// What becomes of the guest's pages at this open. `flags`: the guest's.
+    fn pages(&self, inode: &Inode, handle: &Handle, flags: u32) -> Pages {
+        let reads = flags & (libc::O_ACCMODE | libc::O_TRUNC) as u32 == libc::O_RDONLY as u32;
+        if !handle.host.times_tell || !reads && !inode.contents.is_known() {
+            return Pages::Drop(0);
+        }
+        let look = || stat(handle.fd(), c"").ok().map(|st| Stamp::of(&st));
+        inode.contents.opened(self.clock, look, reads.then_some(|| sys::is_unwritten(handle.fd())))
+    }
+
+    /// The guest reads by this handle.
+    fn reads(&self, handle: &Handle) {
+        if handle.drops.load(Ordering::Relaxed) == 0 {
+            return;
+        }
+        let number = handle.drops.swap(0, Ordering::Relaxed);
+        if let Ok(inode) = self.inodes.get(handle.node) {
+            inode.contents.dropped(number);
+        }
     }
 
     /// Whether any other open for reading could take this one's place. With locks none can.
@@ -272,6 +302,7 @@ impl Files for PassthroughFs {
 
     fn read(&self, node: u64, read: &ReadIn, to: &IoRange, waits: bool) -> Result<Option<usize>> {
         let handle = self.handles.get(node, read.fh)?;
+        self.reads(&handle);
         if waits {
             return sys::preadv(handle.fd(), to, read.offset, 0).map(Some);
         }
@@ -284,6 +315,7 @@ impl Files for PassthroughFs {
 
     fn file_for_read(&self, node: u64, read: &ReadIn) -> Result<Option<OwnedFd>> {
         let handle = self.handles.get(node, read.fh)?;
+        self.reads(&handle);
         // Another daemon's guard cannot tell a read by io_uring from a truncation, and would end its own guest's
         // mappings. If this guest has mapped the file, others probably have too. The system call of a thread shows that
         // it reads.

@@ -27,12 +27,15 @@ pub struct Handle {
     lock_owners: Mutex<HashSet<u64>>,
     /// The last of [`super::inode::Failures`] that it has heard of.
     pub heard: AtomicU32,
+    /// The number of the drop that the guest has seen to when it reads by this handle ([`super::contents`]), or 0.
+    pub drops: AtomicU32,
 }
 
 impl Handle {
     pub fn file(file: OwnedFd, node: u64, host: Arc<HostFs>) -> Self {
         let (lock_owners, heard) = (Mutex::default(), AtomicU32::default());
-        Self { file, node, host, plain: false, dir: None, lock_owners, heard }
+        let drops = AtomicU32::default();
+        Self { file, node, host, plain: false, dir: None, lock_owners, heard, drops }
     }
 
     pub fn dir(file: OwnedFd, node: u64, host: Arc<HostFs>, listings: &Arc<Listings>) -> Self {

@@ -26,6 +26,11 @@ const LOCAL: [i64; 8] = [
     0x2fc1_2fc1,
 ];
 
+/// File systems on disks of this host that set a file's change time at each change, and before a mapped page's first
+/// store. tmpfs and ramfs do not notice such stores. Network and cluster file systems, FUSE and overlayfs have files
+/// that others change.
+const TIMES_TELL: [i64; 3] = [libc::EXT4_SUPER_MAGIC, libc::XFS_SUPER_MAGIC, libc::BTRFS_SUPER_MAGIC];
+
 /// RAMFS_MAGIC of include/uapi/linux/magic.h.
 const RAMFS: i64 = 0x8584_58f6;
 
@@ -38,6 +43,8 @@ pub struct HostFs {
     pub in_memory: bool,
     /// A file that is open is as good as one that is opened now: open(2) asks no server and copies nothing up.
     pub open_is_open: bool,
+    /// Each change of a file's contents moves its change time. Nothing but this host's kernel changes files.
+    pub times_tell: bool,
     /// A copy of a file may share its blocks.
     pub shares_blocks: bool,
     /// A store to a mapped page may take new blocks each time.
@@ -47,16 +54,17 @@ pub struct HostFs {
 }
 
 impl HostFs {
-    fn of(fd: BorrowedFd) -> Self {
+    pub(super) fn of(fd: BorrowedFd) -> Self {
         // If this fails, anything may happen at close(2).
         let kind = fstatfs(fd).map_or(0, |st| st.f_type);
         let in_memory = matches!(kind, libc::TMPFS_MAGIC | RAMFS);
         let flushes = !LOCAL.contains(&kind);
         let open_is_open = !flushes && kind != libc::OVERLAYFS_SUPER_MAGIC;
+        let times_tell = TIMES_TELL.contains(&kind);
         let shares_blocks = kind == libc::XFS_SUPER_MAGIC;
         let copies_on_write = Stores::of(fd).is_ok_and(|stores| stores == Stores::Elsewhere);
         let silent = AtomicBool::new(in_memory);
-        Self { flushes, in_memory, open_is_open, shares_blocks, copies_on_write, silent }
+        Self { flushes, in_memory, open_is_open, times_tell, shares_blocks, copies_on_write, silent }
     }
 
     /// Reads what is in memory. `None` if some of it is not.
@@ -93,6 +101,12 @@ impl Hosts {
     /// The file system with this device number, if a file of it was opened before.
     pub fn known(&self, dev: u64) -> Option<Arc<HostFs>> {
         self.0.get(&dev).map(|known| known.clone())
+    }
+
+    /// Makes the file system with this device number another.
+    #[cfg(test)]
+    pub fn pretend(&self, dev: u64, host: HostFs) {
+        self.0.insert(dev, Arc::new(host));
     }
 
     /// The file system with this device number, on which `fd` lies.

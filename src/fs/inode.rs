@@ -11,6 +11,7 @@ use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
 
 use super::config::FileHandles;
+use super::contents::Contents;
 use super::fd::{Birth, Key, identity, open_path, reopen, stat};
 use super::file_handle::{FileHandle, Mounts};
 use super::kept::{Keeper, Kept};
@@ -38,6 +39,8 @@ pub struct Inode {
     nlookup: AtomicU64,
     /// The size that the guest was told last, in bytes.
     told_size: AtomicU64,
+    /// What the daemon knows of the guest's pages.
+    pub contents: Contents,
     /// Failures to write what the guest stored in place.
     pub failures: Failures,
     /// Locked for reading while the file is in use. A rename within one directory uses it twice, so the lock is
@@ -98,6 +101,7 @@ impl Inode {
             birth,
             nlookup: AtomicU64::new(nlookup),
             told_size: AtomicU64::new(0),
+            contents: Contents::default(),
             failures: Failures::default(),
             place: RwLock::new(place),
             spare: RwLock::new(None),

@@ -9,6 +9,7 @@ use rustix::fs::{FallocateFlags, OFlags, Statx, StatxAttributes, fallocate, fcnt
 use rustix::io::Errno;
 
 use super::PassthroughFs;
+use super::contents::Stamp;
 use super::cred;
 use super::fd::stat;
 use super::inode::{Inode, Places};
@@ -125,8 +126,9 @@ impl PassthroughFs {
         self.window.as_ref().is_some_and(|window| window.keeps_blocks(node))
     }
 
-    /// Compares a file's attributes with what a guest with passthrough knows.
+    /// Compares a file's attributes with what the guest has in its pages, and with what a guest with passthrough knows.
     pub(super) fn saw(&self, inode: &Arc<Inode>, st: &Statx) {
+        inode.contents.saw(&Stamp::of(st));
         if let Some(pass) = self.passing() {
             let look = || inode.with_fd(&self.places, |fd| stat(fd, c"").map(|st| (st.stx_size, st.stx_blocks)));
             pass.saw(inode.id, st.stx_size, st.stx_blocks, look);

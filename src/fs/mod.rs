@@ -2,6 +2,7 @@
 
 mod attr;
 mod config;
+mod contents;
 mod cred;
 mod dir;
 mod fd;
@@ -37,7 +38,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use rustix::fs::OFlags;
+use rustix::fs::{OFlags, Timespec};
 use rustix::io::Errno;
 
 use crate::fuse::abi::InitFlags;
@@ -73,6 +74,8 @@ pub struct PassthroughFs {
     window: Option<Arc<Window>>,
     /// The way to tell the guest of changes by others.
     notifier: Arc<dyn Sink>,
+    /// The clock of file times. Tests have another.
+    clock: fn() -> Timespec,
 }
 
 impl PassthroughFs {
@@ -83,6 +86,7 @@ impl PassthroughFs {
     pub fn new(root: OwnedFd, proc_self_fd: OwnedFd, mut config: Config) -> io::Result<Self> {
         cred::enter_thread(proc_self_fd.as_fd());
         sys::catch_interrupt()?;
+        sys::ignore_lease_signal()?;
         if config.inode_file_handles != FileHandles::Never {
             // The root stays a descriptor. This finds out whether handles work at all.
             let tried = file_handle::Mounts::default().handle(root.as_fd());
@@ -118,6 +122,7 @@ impl PassthroughFs {
             proc_self_fd: Arc::new(proc_self_fd),
             window: None,
             notifier: Arc::new(Silent),
+            clock: sys::file_clock,
             config,
         })
     }

@@ -5,6 +5,7 @@ use std::ffi::CStr;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::time::Duration;
 
+use rustix::fs::Timespec;
 use rustix::io::Errno;
 use rustix::thread::{Pid, UnshareFlags, unshare_unsafe};
 use serde::{Deserialize, Serialize};
@@ -170,6 +171,36 @@ pub fn catch_interrupt() -> Result<()> {
         let mut action: libc::sigaction = std::mem::zeroed();
         action.sa_sigaction = nothing as extern "C" fn(i32) as usize;
         check(libc::sigaction(INTERRUPT, &raw const action, std::ptr::null_mut()).into()).map(drop)
+    }
+}
+
+/// The clock that the kernel takes file times from.
+pub fn file_clock() -> Timespec {
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `now` is a struct timespec. With this clock the call does not fail; `now` would then be 1970, and no time
+    // older.
+    unsafe { libc::clock_gettime(libc::CLOCK_REALTIME_COARSE, &raw mut now) };
+    Timespec { tv_sec: now.tv_sec, tv_nsec: now.tv_nsec }
+}
+
+/// Whether no process has the file open for writing, or mapped so that it can store. False too if that cannot be told:
+/// the file is of another user and the process has no CAP_LEASE. `fd` is open for reading alone.
+///
+/// The kernel gives a lease for reading only if this is so. The lease ends at once. Who opens the file for writing
+/// meanwhile waits for that moment, or gets EAGAIN with O_NONBLOCK.
+pub fn is_unwritten(fd: BorrowedFd) -> bool {
+    // SAFETY: no memory is involved.
+    let lease = |kind: i32| check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETLEASE, kind) }.into());
+    lease(libc::F_RDLCK).is_ok() && lease(libc::F_UNLCK).is_ok()
+}
+
+/// Ignores SIGIO, by which the kernel asks for a lease back.
+pub fn ignore_lease_signal() -> Result<()> {
+    // SAFETY: an all-zero sigaction is valid, and SIG_IGN is no function of this process.
+    unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = libc::SIG_IGN;
+        check(libc::sigaction(libc::SIGIO, &raw const action, std::ptr::null_mut()).into()).map(drop)
     }
 }
 

@@ -25,6 +25,8 @@ use crate::limits;
 use crate::window::proxy::{Event, Kind, Opened};
 use crate::window::{Frontend, Mapping, ProxyFiles, RANGE, Window};
 
+mod contents;
+
 struct Share {
     dir: TempDir,
     fs: Arc<PassthroughFs>,

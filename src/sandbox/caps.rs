@@ -68,6 +68,8 @@ impl ModCaps {
 pub fn limit(modcaps: &ModCaps, handles: bool) -> Result<(), Error> {
     let permitted = caps::read(None, CapSet::Permitted).map_err(|e| Error::Other(e.to_string()))?;
     let mut wanted: CapsHashSet = KEPT.into();
+    // Tells whether a file of another user is open for writing (fs/contents.rs). Without it the guest keeps less.
+    wanted.insert(Capability::CAP_LEASE);
     if handles {
         wanted.insert(Capability::CAP_DAC_READ_SEARCH);
     }
