@@ -19,6 +19,7 @@ pub mod doors {
 use std::ffi::OsString;
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use caps::Capability;
 use clap::error::ErrorKind;
@@ -107,10 +108,18 @@ pub struct Options {
 
     /// How long the guest caches names and attributes: auto: 1 second; always and metadata: 1 day; never: not at all
     ///
-    /// With auto, the guest drops a file's cached contents when it opens the file. With always, it keeps them even if
-    /// the host changes the file. With metadata and never, it caches no file contents.
+    /// With auto, the guest drops a file's cached contents when it opens the file, unless the file is surely unchanged.
+    /// With always, it keeps them even if the host changes the file. With metadata and never, it caches no file
+    /// contents. docs/caching.md has a table.
     #[arg(long, default_value = "auto", ignore_case = true)]
     pub cache: CachePolicy,
+
+    /// How long the guest remembers that a name does not exist, in seconds, for example 0.5
+    ///
+    /// A file that appears on the host is missing in the guest for up to this time. Names that the guest itself makes
+    /// are there at once.
+    #[arg(long, value_name = "SECONDS", default_value = "0", value_parser = parse_seconds)]
+    pub negative_timeout: Duration,
 
     /// Let the guest collect writes in its page cache before it sends them
     #[arg(long)]
@@ -414,6 +423,12 @@ fn parse_window(text: &str) -> Result<WindowSize, String> {
     Ok(WindowSize { size, required })
 }
 
+/// A number of seconds: 0, 0.5, 60.
+fn parse_seconds(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    seconds.ok_or_else(|| "expected a number of seconds such as 0, 0.5 or 60".to_owned())
+}
+
 /// A number of bytes: 4096, 128K, 1M, 2G.
 fn parse_size(text: &str) -> Result<u64, String> {
     let (digits, shift) = match text.as_bytes().last() {
@@ -549,6 +564,7 @@ impl Options {
         let offered = self.posix_acl != Offer::Never || self.security_label != Offer::Never;
         Ok(fs::Config {
             cache: self.cache,
+            negative_timeout: self.negative_timeout,
             writeback: self.writeback,
             allow_direct_io: self.allow_direct_io,
             allow_mmap: self.allow_mmap,
@@ -635,6 +651,14 @@ mod tests {
     }
 
     #[test]
+    fn seconds_may_have_fractions() {
+        let timeout = |line| config(line).negative_timeout;
+        assert_eq!(timeout(""), Duration::ZERO);
+        assert_eq!(timeout("--negative-timeout 1.5"), Duration::from_millis(1500));
+        assert_eq!(timeout("--negative-timeout=86400"), Duration::from_secs(86400));
+    }
+
+    #[test]
     fn some_options_imply_others() {
         for line in ["--xattrmap :ok:all:::", "--posix-acl", "--security-label=auto"] {
             assert!(config(line).xattr, "{line}");
@@ -671,6 +695,9 @@ mod tests {
             "--shared-dir /s --fd 3 --num-request-queues 0",
             "--shared-dir /s --fd 3 --inode-file-handles never",
             "--shared-dir /s --fd 3 --xatr",
+            "--shared-dir /s --fd 3 --negative-timeout -1",
+            "--shared-dir /s --fd 3 --negative-timeout nan",
+            "--shared-dir /s --fd 3 --negative-timeout 1e30",
             "--shared-dir /s --fd 3 --dax-window 3M",
             "--shared-dir /s --fd 3 --dax-window 1M",
             "--shared-dir /s --fd 3 --dax-window 128M,please",

@@ -1,5 +1,7 @@
 //! The file system's options.
 
+use std::time::Duration;
+
 use super::idmap::IdMap;
 use super::xattrmap::XattrMap;
 use crate::limits;
@@ -7,7 +9,7 @@ use crate::limits;
 /// How long the guest may use what it has cached (`--cache`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum CachePolicy {
-    /// Names and attributes for a second. Contents until the next open.
+    /// Names and attributes for a second. Contents until the next open finds a change.
     Auto,
     /// Everything for a day.
     Always,
@@ -78,6 +80,8 @@ pub struct Migration {
 pub struct Config {
     /// `--cache`
     pub cache: CachePolicy,
+    /// `--negative-timeout`
+    pub negative_timeout: Duration,
     /// `--writeback`
     pub writeback: bool,
     /// `--allow-direct-io`
@@ -126,6 +130,7 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             cache: CachePolicy::Auto,
+            negative_timeout: Duration::ZERO,
             writeback: false,
             allow_direct_io: false,
             allow_mmap: false,

@@ -84,6 +84,12 @@ impl PassthroughFs {
         }
     }
 
+    /// Tells the guest that there is no such name, and for how long it may believe that. Nodeid 0 means ENOENT.
+    fn missing(&self) -> EntryOut {
+        let valid = self.config.negative_timeout;
+        EntryOut { entry_valid: valid.as_secs(), entry_valid_nsec: valid.subsec_nanos(), ..EntryOut::default() }
+    }
+
     /// Acts as the creator until the result is dropped.
     pub(super) fn act_as(&self, by: &Creator) -> Result<Identity> {
         let (uid, gid) = (self.host_uid(by.uid)?, self.host_gid(by.gid)?);
@@ -135,7 +141,10 @@ impl PassthroughFs {
 
 impl Names for PassthroughFs {
     fn lookup(&self, parent: u64, name: &CStr) -> Result<EntryOut> {
-        self.within(parent, name, |parent, dir| self.enter(parent, dir, name, false))
+        match self.within(parent, name, |parent, dir| self.enter(parent, dir, name, false)) {
+            Err(Errno::NOENT) if !self.config.negative_timeout.is_zero() => Ok(self.missing()),
+            found => found,
+        }
     }
 
     fn forget(&self, node: u64, nlookup: u64) {

@@ -8,6 +8,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
@@ -182,6 +183,20 @@ fn names_stay_in_their_directory() {
     let mut target = Vec::new();
     s.fs.readlink(out.nodeid, &mut target).unwrap();
     assert_eq!(target, b"/etc");
+}
+
+#[test]
+fn a_name_that_is_not_there_may_be_remembered() {
+    assert_eq!(plain().lookup(c"f").err(), Some(Errno::NOENT));
+    let s = share(Config { negative_timeout: Duration::from_millis(1500), ..Default::default() });
+    let entry = s.lookup(c"f").unwrap();
+    assert_eq!((entry.nodeid, entry.entry_valid, entry.entry_valid_nsec), (0, 1, 500_000_000));
+    assert_eq!(s.fs.known_inodes(), 1);
+    // Only that is remembered.
+    assert_eq!(s.lookup(c"..").err(), Some(Errno::INVAL));
+    s.put("f", b"x");
+    assert_ne!(s.lookup(c"f").unwrap().nodeid, 0);
+    assert_eq!(s.fs.lookup(s.lookup(c"f").unwrap().nodeid, c"g").err(), Some(Errno::NOTDIR));
 }
 
 #[test]
