@@ -9,7 +9,7 @@ use std::sync::mpsc;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use tempfile::TempDir;
-use thruway::fs::{Config, PassthroughFs, proc_self_fd};
+use thruway::fs::{CachePolicy, Config, FileHandles, NoOpen, PassthroughFs, proc_self_fd};
 use thruway::fuse::abi::*;
 use thruway::fuse::buf::IoRange;
 use thruway::fuse::ops::Wait;
@@ -180,6 +180,77 @@ fn the_hot_path_allocates_nothing_once_warm() {
         }
         assert_eq!(COUNT.get() - before, 0, "{inode_file_handles:?}");
     }
+}
+
+/// The same for a guest that opens files by itself.
+#[test]
+fn reading_and_writing_without_a_handle_allocates_nothing() {
+    let mut guest = Guest::new(no_open());
+    std::fs::write(guest.dir.path().join("file"), vec![7; 8192]).unwrap();
+    let node = guest.lookup(b"file\0");
+    let read = ReadIn { size: 4096, ..Default::default() };
+    let write = WriteIn { size: 5, ..Default::default() };
+    let path = |guest: &mut Guest| {
+        assert_eq!(guest.call(Opcode::Read, node, &[read.as_bytes()]).unwrap().len(), 4096);
+        guest.call(Opcode::Write, node, &[write.as_bytes(), b"hello"]).unwrap();
+        let before = COUNT.get();
+        guest.call(Opcode::Read, node, &[read.as_bytes()]).unwrap();
+        guest.call(Opcode::Write, node, &[write.as_bytes(), b"hello"]).unwrap();
+        COUNT.get() - before
+    };
+    // The first of them may open the file again, since descriptors are closed that were not used for a second.
+    assert!((0..100).any(|_| path(&mut guest) == 0));
+}
+
+fn no_open() -> Config {
+    Config {
+        cache: CachePolicy::Always,
+        no_open: NoOpen::Always,
+        inode_file_handles: FileHandles::Prefer,
+        ..Default::default()
+    }
+}
+
+/// Descriptors that the process has open in a directory.
+fn descriptors(dir: &std::path::Path) -> usize {
+    let held = |e: std::io::Result<std::fs::DirEntry>| std::fs::read_link(e.ok()?.path()).ok();
+    std::fs::read_dir("/proc/self/fd").unwrap().filter_map(held).filter(|path| path.starts_with(dir)).count()
+}
+
+#[test]
+fn files_that_a_guest_has_open_cost_no_descriptors() {
+    const FILES: u64 = 100_000;
+    if !rustix::process::geteuid().is_root() {
+        return eprintln!("file handles need root: not tested");
+    }
+    let mut guest = Guest::new(no_open());
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
+    // The daemon keeps a quarter of them or 4096 at most (src/fs/kept.rs), the root, and one file of its mount.
+    let most = (limit / 4).min(4096) as usize + 2;
+    let open = OpenIn { flags: libc::O_RDONLY as u32, open_flags: 0 };
+    assert_eq!(guest.call(Opcode::Open, ROOT_ID, &[open.as_bytes()]), Err(libc::ENOSYS));
+    assert_eq!(guest.call(Opcode::Opendir, ROOT_ID, &[open.as_bytes()]), Err(libc::ENOSYS));
+    let create = CreateIn { flags: libc::O_RDWR as u32, mode: 0o600, ..Default::default() };
+    let nodes: Vec<u64> = (0..FILES)
+        .map(|n| {
+            let name = format!("{n}\0");
+            let out = guest.call(Opcode::Create, ROOT_ID, &[create.as_bytes(), name.as_bytes()]).unwrap();
+            let CreateOut { entry, open } = CreateOut::read_from_bytes(out).unwrap();
+            assert_eq!(open.fh, 0);
+            entry.nodeid
+        })
+        .collect();
+    assert!(descriptors(guest.dir.path()) <= most);
+    for (n, node) in (0..FILES).zip(&nodes) {
+        let write = WriteIn { size: 8, ..Default::default() };
+        guest.call(Opcode::Write, *node, &[write.as_bytes(), &n.to_le_bytes()]).unwrap();
+    }
+    assert!(descriptors(guest.dir.path()) <= most);
+    for (n, node) in (0..FILES).zip(&nodes) {
+        let read = ReadIn { size: 100, ..Default::default() };
+        assert_eq!(guest.call(Opcode::Read, *node, &[read.as_bytes()]).unwrap(), n.to_le_bytes());
+    }
+    assert!(descriptors(guest.dir.path()) <= most);
 }
 
 #[test]
@@ -390,7 +461,11 @@ impl Random {
 #[test]
 fn no_request_brings_the_server_down() {
     let config = Config { xattr: true, posix_lock: true, flock: true, killpriv_v2: true, ..Default::default() };
-    let mut guest = Guest::new(config);
+    survives(Guest::new(config));
+    survives(Guest::new(Config { xattr: true, ..no_open() }));
+}
+
+fn survives(mut guest: Guest) {
     let mut random = Random(0x7468_7275_7761_7901);
     for round in 0..60_000 {
         // Waiting locks would wait for ever here, on this one thread; RESET and INIT end the session, so they are rare.

@@ -148,7 +148,7 @@ impl Files for Anything {
     fn file_for_read(&self, _node: u64, _read: &ReadIn) -> Result<Option<OwnedFd>> {
         Ok(None)
     }
-    fn write(&self, node: u64, write: &WriteIn, from: &IoRange) -> Result<usize> {
+    fn write(&self, node: u64, write: &WriteIn, from: &IoRange, _waits: bool) -> Result<usize> {
         assert_eq!(from.len(), write.size as usize);
         for slice in from.as_slice() {
             // SAFETY: the slice is a part of the input's copy.
@@ -174,7 +174,7 @@ impl Files for Anything {
     fn fallocate(&self, node: u64, _args: &FallocateIn) -> Result<()> {
         ask(node)
     }
-    fn lseek(&self, node: u64, _fh: u64, offset: u64, _whence: u32) -> Result<u64> {
+    fn lseek(&self, node: u64, _fh: u64, offset: u64, _whence: u32, _patient: bool) -> Result<u64> {
         ask(node).map(|()| offset)
     }
     fn copy_file_range(&self, node: u64, args: &CopyFileRangeIn) -> Result<usize> {

@@ -30,7 +30,7 @@ use tracing::level_filters::LevelFilter;
 use crate::device;
 use crate::fs::idmap::{self, IdMap};
 use crate::fs::xattrmap::XattrMap;
-use crate::fs::{self, CachePolicy, FileHandles, MigrationMode, MigrationOnError, Offer};
+use crate::fs::{self, CachePolicy, FileHandles, MigrationMode, MigrationOnError, NoOpen, Offer};
 use crate::limits;
 use crate::sandbox::caps::ModCaps;
 use crate::sandbox::{self, IdRange, Sandbox, seccomp};
@@ -120,6 +120,16 @@ pub struct Options {
     /// are there at once.
     #[arg(long, value_name = "SECONDS", default_value = "0", value_parser = parse_seconds)]
     pub negative_timeout: Duration,
+
+    /// Let the guest open files and directories without asking the daemon: never; auto: with --cache=always; always:
+    /// with --cache=auto too
+    ///
+    /// Then an open file costs the daemon no descriptor, and opening and closing one costs no messages. With
+    /// --cache=auto the guest then drops a file's cached contents up to a second after a change, when it sees the new
+    /// time or size. --no-open without a value is --no-open=always. It has no effect with --posix-lock, --flock, or
+    /// window passthrough. docs/caching.md says more.
+    #[arg(long, require_equals = true, num_args = 0..=1, default_value = "auto", default_missing_value = "always")]
+    pub no_open: NoOpen,
 
     /// Let the guest collect writes in its page cache before it sends them
     #[arg(long)]
@@ -467,6 +477,7 @@ impl Options {
             ));
         }
         self.check_windows()?;
+        self.check_no_open()?;
         let finer = self.migration_verify_handles || self.migration_confirm_paths;
         if self.migration_mode == MigrationMode::FileHandles && finer {
             return Err(
@@ -484,6 +495,24 @@ impl Options {
             );
         }
         self.fs_config().map(drop)
+    }
+
+    fn check_no_open(&self) -> Result<(), String> {
+        if self.no_open != NoOpen::Always {
+            return Ok(());
+        }
+        if self.posix_lock || self.flock {
+            return Err("--no-open=always cannot be used with --posix-lock or --flock, which need handles of open \
+                        files: remove one of them"
+                .into());
+        }
+        match self.cache {
+            CachePolicy::Auto | CachePolicy::Always => Ok(()),
+            CachePolicy::Never | CachePolicy::Metadata => {
+                Err("--no-open=always needs --cache=auto or --cache=always: the guest then always caches file contents"
+                    .into())
+            }
+        }
     }
 
     /// Checks the sizes of the windows. QEMU asserts that the sum of all regions is a power of two.
@@ -565,6 +594,7 @@ impl Options {
         Ok(fs::Config {
             cache: self.cache,
             negative_timeout: self.negative_timeout,
+            no_open: self.no_open,
             writeback: self.writeback,
             allow_direct_io: self.allow_direct_io,
             allow_mmap: self.allow_mmap,
@@ -668,6 +698,10 @@ mod tests {
             (Offer::Always, Offer::Auto)
         );
         assert!(!config("--cache Never").readdirplus);
+        assert_eq!(
+            ["", "--no-open", "--no-open=never"].map(|line| config(line).no_open),
+            [NoOpen::Auto, NoOpen::Always, NoOpen::Never]
+        );
         assert_eq!(config("--inode-file-handles=fallback").inode_file_handles, FileHandles::Prefer);
     }
 
@@ -692,6 +726,9 @@ mod tests {
             "--shared-dir /s --fd 3 --translate-uid map:0:1:2 --translate-uid guest:1:1:1",
             "--shared-dir /s --fd 3 --migration-mode file-handles --migration-confirm-paths",
             "--shared-dir /s --fd 3 --num-request-queues 64",
+            "--shared-dir /s --fd 3 --no-open --posix-lock",
+            "--shared-dir /s --fd 3 --no-open=always --cache=never",
+            "--shared-dir /s --fd 3 --no-open=always --cache=metadata",
             "--shared-dir /s --fd 3 --num-request-queues 0",
             "--shared-dir /s --fd 3 --inode-file-handles never",
             "--shared-dir /s --fd 3 --xatr",

@@ -14,6 +14,7 @@ use super::PassthroughFs;
 use super::fd::{FdPath, stat};
 use super::idmap::{BadId, NO_ID};
 use super::inode::Inode;
+use super::opens::Use;
 use super::{cred, sys};
 use crate::fuse::abi::*;
 use crate::fuse::ops::{Attrs, Result};
@@ -58,7 +59,7 @@ impl PassthroughFs {
         fh: Option<u64>,
         f: impl FnOnce(BorrowedFd) -> Result<R>,
     ) -> Result<R> {
-        match fh {
+        match fh.filter(|fh| !self.has_no_handle(*fh)) {
             Some(fh) => f(self.handles.get(inode.id, fh)?.fd()),
             None => inode.with_fd(&self.places, f),
         }
@@ -79,9 +80,12 @@ impl PassthroughFs {
         if valid.contains(SetattrValid::SIZE) {
             let kill = self.has(InitFlags::HANDLE_KILLPRIV_V2) && valid.contains(SetattrValid::KILL_SUIDGID);
             cred::keep_setid(!kill);
-            self.resize(inode, a.size, || match valid.contains(SetattrValid::FH) {
-                true => ftruncate(self.handles.get(inode.id, a.fh)?.fd(), a.size),
-                false => sys::truncate(FdPath::new(fd).as_cstr(), a.size),
+            let by_fh = valid.contains(SetattrValid::FH);
+            self.resize(inode, a.size, || match by_fh && self.has_no_handle(a.fh) {
+                // The daemon may not be able to open it again.
+                true if inode.has_writable() => self.truncate_unopened(inode.id, a),
+                false if by_fh => ftruncate(self.handles.get(inode.id, a.fh)?.fd(), a.size),
+                _ => sys::truncate(FdPath::new(fd).as_cstr(), a.size),
             })?;
             self.drop_capability(fd);
         }
@@ -110,10 +114,16 @@ impl PassthroughFs {
     }
 }
 
+impl PassthroughFs {
+    fn truncate_unopened(&self, node: u64, a: &SetattrIn) -> Result<()> {
+        self.with_file(node, a.fh, (Use::Write, 0, true), |file| ftruncate(file.fd, a.size))
+    }
+}
+
 impl Attrs for PassthroughFs {
     fn getattr(&self, node: u64, fh: Option<u64>) -> Result<AttrOut> {
         let inode = self.inodes.get(node)?;
-        let st = match fh {
+        let st = match fh.filter(|fh| !self.has_no_handle(*fh)) {
             Some(fh) => stat(self.handles.get(node, fh)?.fd(), c"")?,
             None => inode.stat(&self.places)?,
         };

@@ -41,6 +41,17 @@ pub enum Offer {
     Always,
 }
 
+/// Whether the guest opens files and directories without a message (`--no-open`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum NoOpen {
+    /// No.
+    Never,
+    /// With `--cache=always`, if opening a file has no other use.
+    Auto,
+    /// With `--cache=auto` too.
+    Always,
+}
+
 /// How a migration's source describes the file of an inode (`--migration-mode`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum MigrationMode {
@@ -82,6 +93,8 @@ pub struct Config {
     pub cache: CachePolicy,
     /// `--negative-timeout`
     pub negative_timeout: Duration,
+    /// `--no-open`
+    pub no_open: NoOpen,
     /// `--writeback`
     pub writeback: bool,
     /// `--allow-direct-io`
@@ -131,6 +144,7 @@ impl Default for Config {
         Self {
             cache: CachePolicy::Auto,
             negative_timeout: Duration::ZERO,
+            no_open: NoOpen::Auto,
             writeback: false,
             allow_direct_io: false,
             allow_mmap: false,

@@ -49,6 +49,11 @@ pub fn enter_thread(proc_self_fd: BorrowedFd) {
     }
 }
 
+/// Whether the daemon may open files whatever their mode.
+pub fn overrides_modes() -> bool {
+    CAPS.get().effective.contains(CapabilitySet::DAC_OVERRIDE)
+}
+
 /// Sets whether the thread's writes keep set-id bits. It stays so until another operation sets it.
 pub fn keep_setid(keep: bool) {
     let caps = CAPS.get();

@@ -40,17 +40,32 @@ impl DirState {
     }
 
     fn seek(&mut self, fd: BorrowedFd, offset: u64) -> Result<()> {
-        if self.offset != Some(offset) {
-            self.entries.clear();
-            self.at = 0;
-            seek(fd, SeekFrom::Start(offset))?;
-            self.offset = Some(offset);
+        if self.offset == Some(offset) {
+            return Ok(());
         }
+        if self.fresh {
+            // A descriptor whose first position is the end of an ext4 directory has no entries at its beginning
+            // afterwards.
+            self.read_more(fd)?;
+        }
+        self.go(fd, offset)
+    }
+
+    /// Lists from the beginning, without entries that were read before.
+    fn rewind(&mut self, fd: BorrowedFd) -> Result<()> {
+        self.go(fd, 0)
+    }
+
+    fn go(&mut self, fd: BorrowedFd, offset: u64) -> Result<()> {
+        self.entries.clear();
+        (self.at, self.offset) = (0, None);
+        seek(fd, SeekFrom::Start(offset))?;
+        self.offset = Some(offset);
         Ok(())
     }
 
     fn read_more(&mut self, fd: BorrowedFd) -> Result<bool> {
-        self.at = 0;
+        (self.at, self.fresh) = (0, false);
         self.entries.reserve_exact(BATCH);
         sys::getdents(fd, &mut self.entries)?;
         Ok(!self.entries.is_empty())
@@ -94,6 +109,16 @@ impl PassthroughFs {
         offset: u64,
         mut each: impl FnMut(BorrowedFd, Dirent, &CStr) -> Result<bool>,
     ) -> Result<()> {
+        if self.has_no_handle(fh) {
+            return self.with_dir(node, |spare| {
+                let mut dir = spare.listing()?;
+                // Other listings use the same descriptor. A new one must not get what an earlier one has read.
+                if offset == 0 { dir.rewind(spare.fd()) } else { dir.seek(spare.fd(), offset) }?;
+                let listed = dir.list(spare.fd(), &mut each);
+                dir.rest();
+                listed
+            });
+        }
         let handle = self.handles.get(node, fh)?;
         let mut dir = handle.listing()?;
         dir.seek(handle.fd(), offset)?;
@@ -105,6 +130,10 @@ impl PassthroughFs {
 
 impl Dirs for PassthroughFs {
     fn opendir(&self, node: u64, _flags: u32) -> Result<OpenOut> {
+        if !self.gives_dir_handles() {
+            // The guest's kernel then opens directories by itself.
+            return Err(Errno::NOSYS);
+        }
         let inode = self.inodes.get(node)?;
         if inode.format() != libc::S_IFDIR {
             return Err(Errno::NOTDIR);
@@ -146,11 +175,17 @@ impl Dirs for PassthroughFs {
     }
 
     fn releasedir(&self, node: u64, fh: u64) -> Result<()> {
+        if self.has_no_handle(fh) {
+            return self.inodes.get(node).map(drop);
+        }
         self.handles.remove(node, fh).map(drop)
     }
 
     fn fsyncdir(&self, node: u64, fh: u64, datasync: bool) -> Result<()> {
-        let handle = self.handles.get(node, fh)?;
-        if datasync { fdatasync(handle.fd()) } else { fsync(handle.fd()) }
+        let sync = |fd: BorrowedFd| if datasync { fdatasync(fd) } else { fsync(fd) };
+        if self.has_no_handle(fh) {
+            return self.with_dir(node, |dir| sync(dir.fd()));
+        }
+        sync(self.handles.get(node, fh)?.fd())
     }
 }

@@ -7,7 +7,8 @@ use std::sync::atomic::Ordering;
 use std::task::Poll;
 
 use rustix::fs::{
-    self, FallocateFlags, Mode, OFlags, SeekFrom, copy_file_range, fallocate, fdatasync, fsync, openat, seek,
+    self, FallocateFlags, Mode, OFlags, SeekFrom, copy_file_range, fallocate, fcntl_getfl, fdatasync, fsync, openat,
+    seek,
 };
 use rustix::io::Errno;
 use zerocopy::{Immutable, IntoBytes};
@@ -15,7 +16,8 @@ use zerocopy::{Immutable, IntoBytes};
 use super::contents::{Pages, Stamp};
 use super::fd::{FdPath, stat};
 use super::handle::Handle;
-use super::inode::Inode;
+use super::inode::{Inode, Spare};
+use super::opens::{Opened, Use};
 use super::{CachePolicy, PassthroughFs, cred, sys};
 use crate::fuse::Reply;
 use crate::fuse::abi::*;
@@ -32,6 +34,19 @@ const SPACE: [FallocateFlags; 5] = [
     FallocateFlags::ZERO_RANGE.union(FallocateFlags::KEEP_SIZE),
 ];
 
+/// The flags of pwritev2(2) for a write to a file that is open with these flags.
+fn sync_flags(flags: u32) -> i32 {
+    let flags = OFlags::from_bits_retain(flags);
+    // O_SYNC includes O_DSYNC.
+    if flags.contains(OFlags::SYNC) {
+        libc::RWF_SYNC
+    } else if flags.contains(OFlags::DSYNC) {
+        libc::RWF_DSYNC
+    } else {
+        0
+    }
+}
+
 impl PassthroughFs {
     /// The host's open flags for the guest's. Without O_APPEND: a write from the guest's page cache has an offset, so
     /// each write decides whether it appends.
@@ -40,8 +55,10 @@ impl PassthroughFs {
         keep.set(OFlags::DIRECT, self.config.allow_direct_io);
         keep.set(OFlags::NOATIME, self.config.preserve_noatime);
         let mut host = OFlags::from_bits_retain(flags) & keep | OFlags::NOCTTY | OFlags::CLOEXEC;
-        if self.has(InitFlags::WRITEBACK_CACHE) && host & OFlags::ACCMODE == OFlags::WRONLY {
-            // To write a part of a page, the guest's page cache reads the page.
+        let also_reads = self.has(InitFlags::WRITEBACK_CACHE) || !self.gives_handles();
+        if also_reads && host & OFlags::ACCMODE == OFlags::WRONLY {
+            // To write a part of a page, the guest's page cache reads the page. Without handles the descriptor serves
+            // others too.
             host = host & !OFlags::ACCMODE | OFlags::RDWR;
         }
         host
@@ -76,13 +93,24 @@ impl PassthroughFs {
         reply: &mut Reply,
         out: impl FnOnce(OpenOut) -> T + Send + 'static,
     ) -> Result<()> {
-        self.places.fits(file.as_fd())?;
         let mut open_flags = match self.config.cache {
             CachePolicy::Auto => OpenFlags::empty(),
             CachePolicy::Always => OpenFlags::KEEP_CACHE,
             // The host's file system orders parallel writes to one file.
             CachePolicy::Never | CachePolicy::Metadata => OpenFlags::DIRECT_IO | OpenFlags::PARALLEL_DIRECT_WRITES,
         };
+        let host = self.hosts.get(inode.key.dev, file.as_fd());
+        // The guest need not send FLUSH if a close has no effect: the file system does nothing at close(2), there are
+        // no POSIX locks, and no mapping can be dirty (a writable shared mapping needs O_RDWR). With writeback Linux
+        // sends it anyway.
+        let unmapped = flags & libc::O_ACCMODE as u32 != libc::O_RDWR as u32;
+        open_flags.set(OpenFlags::NOFLUSH, unmapped && !host.flushes && !self.config.posix_lock);
+        if !self.gives_handles() {
+            let flags = fcntl_getfl(&file)?;
+            drop(inode.lend(&self.places, Spare::file(file, flags)));
+            return reply.put(&out(OpenOut { fh: 0, open_flags: open_flags.bits(), backing_id: 0 }));
+        }
+        self.places.fits(file.as_fd())?;
         let entry = self.count(inode, file.as_fd(), flags);
         let mut handle = self.handle(inode, file);
         // With passthrough the guest may not drop its pages.
@@ -94,11 +122,6 @@ impl PassthroughFs {
         }
         handle.heard = inode.failures.heard();
         handle.plain = handle.host.open_is_open && self.is_plain(flags);
-        // The guest need not send FLUSH if a close has no effect: the file system does nothing at close(2), there are
-        // no POSIX locks, and no mapping can be dirty (a writable shared mapping needs O_RDWR). With writeback Linux
-        // sends it anyway.
-        let unmapped = flags & libc::O_ACCMODE as u32 != libc::O_RDWR as u32;
-        open_flags.set(OpenFlags::NOFLUSH, unmapped && !handle.host.flushes && !self.config.posix_lock);
         let fh = self.handles.insert(handle).inspect_err(|_| self.uncount(inode.id))?;
         let out = move |entry: Option<u32>| {
             out(match entry {
@@ -216,12 +239,87 @@ impl PassthroughFs {
     fn enter_new(&self, parent: u64, file: OwnedFd, flags: u32, by: &Creator, reply: &mut Reply) -> Result<()> {
         let parent = self.inodes.get(parent)?;
         let st = stat(file.as_fd(), c"")?;
-        let inode = self.inodes.learn(&st, self.places.place_open(file.as_fd())?);
+        let place = match st.stx_nlink {
+            // It has no name, and so no handle opens it once it is closed.
+            0 if !self.gives_handles() => self.places.place_pinned(file.as_fd())?,
+            _ => self.places.place_open(file.as_fd())?,
+        };
+        let inode = self.inodes.learn(&st, place);
         let entry = self.entry(&parent, &inode, &st);
         let labelled = by.label.map_or(Ok(()), |(label, value)| self.label(inode.id, label, value));
         let out = move |open| CreateOut { entry, open };
         let opened = labelled.and_then(|()| self.opened(&inode, file, flags, reply, out));
         opened.inspect_err(|_| self.inodes.forget(inode.id, 1))
+    }
+
+    fn write_to(&self, fd: BorrowedFd, node: u64, write: &WriteIn, from: &IoRange) -> Result<usize> {
+        let cached = write.write_flags & WRITE_CACHE != 0;
+        let append = write.flags & libc::O_APPEND as u32 != 0 && !cached;
+        let mut flags = if append { libc::RWF_APPEND } else { 0 };
+        if self.has_no_handle(write.fh) && !cached {
+            flags |= sync_flags(write.flags);
+        }
+        if !append {
+            self.grows(node, write.offset)?;
+        }
+        let n = self.changing(node, || sys::pwritev(fd, from, write.offset, flags))?;
+        if !cached {
+            self.drop_capability(fd);
+        }
+        if let Some(window) = &self.window {
+            let size = || fs::fstat(fd).map_or(0, |st| st.st_size as u64);
+            window.filled(node, || {
+                let from = if append { size().saturating_sub(n as u64) } else { write.offset };
+                from..from.saturating_add(n as u64)
+            });
+        }
+        if let Some(pass) = self.passing() {
+            pass.wrote(node, fd, (!append).then_some(write.offset), n as u64);
+        }
+        Ok(n)
+    }
+
+    fn copy(&self, node: u64, from: &Opened, to: &Opened, a: &CopyFileRangeIn) -> Result<usize> {
+        cred::keep_setid(true);
+        if self.keeps_blocks(node) || self.keeps_blocks(a.nodeid_out) {
+            // The guest's kernel then reads and writes.
+            return Err(Errno::OPNOTSUPP);
+        }
+        self.grows(a.nodeid_out, a.off_out)?;
+        let (mut off_in, mut off_out) = (a.off_in, a.off_out);
+        let len = usize::try_from(a.len).map_err(|_| Errno::INVAL)?;
+        // Opened anew, for the reason given at `punch`.
+        let fresh = |node, flags| if from.host.shares_blocks { self.fresh(node, flags) } else { None };
+        let (fresh_from, fresh_to) = (fresh(node, OFlags::RDONLY), fresh(a.nodeid_out, OFlags::WRONLY));
+        let (source, target) = match (&fresh_from, &fresh_to) {
+            (Some(from), Some(to)) => (from.as_fd(), to.as_fd()),
+            _ => (from.fd, to.fd),
+        };
+        let copy = || copy_file_range(source, Some(&mut off_in), target, Some(&mut off_out), len);
+        let n = self.changing(a.nodeid_out, copy)?;
+        if let Some(pass) = self.passing() {
+            pass.wrote(a.nodeid_out, to.fd, Some(a.off_out), n as u64);
+        }
+        Ok(n)
+    }
+
+    /// FLUSH without a handle.
+    ///
+    /// # Errors
+    /// ENOSYS if no close has an effect: the guest's kernel then sends no FLUSH again.
+    fn flush_unopened(&self, node: u64) -> Result<()> {
+        let inode = self.inodes.get(node)?;
+        let host = match self.hosts.known(inode.key.dev) {
+            Some(host) => host,
+            None => inode.with_fd(&self.places, |fd| Ok(self.hosts.get(inode.key.dev, fd)))?,
+        };
+        if !self.hosts.any_flushes() {
+            return Err(Errno::NOSYS);
+        }
+        match inode.spare(OFlags::WRONLY) {
+            Some(spare) if host.flushes => sys::close_copy(spare.fd()),
+            _ => Ok(()),
+        }
     }
 
     /// Sets whether the thread's writes keep set-id bits.
@@ -241,6 +339,10 @@ impl PassthroughFs {
 
 impl Files for PassthroughFs {
     fn open(&self, node: u64, open: &OpenIn, patient: bool, reply: &mut Reply) -> Result<()> {
+        if !self.gives_handles() {
+            // The guest's kernel then opens files by itself.
+            return Err(Errno::NOSYS);
+        }
         self.open_known(node, open, patient, reply, |open| open)
     }
 
@@ -255,7 +357,7 @@ impl Files for PassthroughFs {
         if self.window.is_some() {
             return Ok(Some(Wait::Others));
         }
-        let size = match fh {
+        let size = match fh.filter(|fh| !self.has_no_handle(*fh)) {
             Some(fh) => stat(self.handles.get(node, fh)?.fd(), c"")?.stx_size,
             // truncate(2) breaks a lease.
             None => match inode.open(&self.places, OFlags::WRONLY) {
@@ -301,68 +403,74 @@ impl Files for PassthroughFs {
     }
 
     fn read(&self, node: u64, read: &ReadIn, to: &IoRange, waits: bool) -> Result<Option<usize>> {
-        let handle = self.handles.get(node, read.fh)?;
-        self.reads(&handle);
-        if waits {
-            return sys::preadv(handle.fd(), to, read.offset, 0).map(Some);
+        let done = self.with_file(node, read.fh, (Use::Read, read.flags, waits), |file| {
+            file.handle.into_iter().for_each(|handle| self.reads(handle));
+            match waits {
+                true => sys::preadv(file.fd, to, read.offset, 0).map(Some),
+                false => file.host.read_cached(file.fd, to, read.offset),
+            }
+        });
+        match done {
+            Err(Errno::AGAIN) if !waits => Ok(None),
+            done => done,
         }
-        handle.host.read_cached(handle.fd(), to, read.offset)
     }
 
     fn waits(&self, node: u64, fh: u64) -> bool {
-        self.handles.get(node, fh).is_ok_and(|handle| !handle.host.in_memory)
+        if !self.has_no_handle(fh) {
+            return self.handles.get(node, fh).is_ok_and(|handle| !handle.host.in_memory);
+        }
+        let Ok(inode) = self.inodes.get(node) else { return false };
+        let in_memory = self.hosts.known(inode.key.dev).is_some_and(|host| host.in_memory);
+        // To open a file may take long too.
+        !in_memory || inode.format() == libc::S_IFREG && !inode.has_writable()
     }
 
     fn file_for_read(&self, node: u64, read: &ReadIn) -> Result<Option<OwnedFd>> {
-        let handle = self.handles.get(node, read.fh)?;
-        self.reads(&handle);
         // Another daemon's guard cannot tell a read by io_uring from a truncation, and would end its own guest's
         // mappings. If this guest has mapped the file, others probably have too. The system call of a thread shows that
         // it reads.
-        Ok(if self.is_mapped(node) { None } else { handle.copy().ok() })
+        let mapped = self.is_mapped(node);
+        let copied = self.with_file(node, read.fh, (Use::Read, read.flags, false), |file| {
+            file.handle.into_iter().for_each(|handle| self.reads(handle));
+            Ok(if mapped { None } else { file.copy() })
+        });
+        if let Err(Errno::AGAIN) = copied { Ok(None) } else { copied }
     }
 
     fn file_for_write(&self, node: u64, write: &WriteIn) -> Result<Option<OwnedFd>> {
-        let handle = self.handles.get(node, write.fh)?;
         // After the write, a window must hear of it, and capabilities under another name must go.
-        let alone = self.window.is_none() && self.capability.is_none() && write.flags & libc::O_APPEND as u32 == 0;
+        let mut alone = self.window.is_none() && self.capability.is_none() && write.flags & libc::O_APPEND as u32 == 0;
+        // Without a handle, each write says whether it is synchronous.
+        alone &= !self.has_no_handle(write.fh) || sync_flags(write.flags) == 0;
         self.set_id_kept(write);
-        Ok(if alone { handle.copy().ok() } else { None })
+        let copied = self.with_file(node, write.fh, (Use::Write, write.flags, false), |file| {
+            Ok(if alone { file.copy() } else { None })
+        });
+        if let Err(Errno::AGAIN) = copied { Ok(None) } else { copied }
     }
 
-    fn write(&self, node: u64, write: &WriteIn, from: &IoRange) -> Result<usize> {
-        let handle = self.handles.get(node, write.fh)?;
+    fn write(&self, node: u64, write: &WriteIn, from: &IoRange, waits: bool) -> Result<usize> {
         self.set_id_kept(write);
-        let cached = write.write_flags & WRITE_CACHE != 0;
-        let append = write.flags & libc::O_APPEND as u32 != 0 && !cached;
-        let flags = if append { libc::RWF_APPEND } else { 0 };
-        if !append {
-            self.grows(node, write.offset)?;
-        }
-        let n = self.changing(node, || sys::pwritev(handle.fd(), from, write.offset, flags))?;
-        if !cached {
-            self.drop_capability(handle.fd());
-        }
-        if let Some(window) = &self.window {
-            let size = || fs::fstat(handle.fd()).map_or(0, |st| st.st_size as u64);
-            window.filled(node, || {
-                let from = if append { size().saturating_sub(n as u64) } else { write.offset };
-                from..from.saturating_add(n as u64)
-            });
-        }
-        if let Some(pass) = self.passing() {
-            pass.wrote(node, handle.fd(), (!append).then_some(write.offset), n as u64);
-        }
-        Ok(n)
+        self.with_file(node, write.fh, (Use::Write, write.flags, waits), |file| {
+            self.write_to(file.fd, node, write, from)
+        })
     }
 
     fn flush(&self, node: u64, fh: u64, lock_owner: u64) -> Result<()> {
+        if self.has_no_handle(fh) {
+            return self.flush_unopened(node);
+        }
         let handle = self.handles.get(node, fh)?;
         self.locks.drop_owner(node, lock_owner);
         if handle.host.flushes { sys::close_copy(handle.fd()) } else { Ok(()) }
     }
 
     fn release(&self, node: u64, release: &ReleaseIn) -> Result<()> {
+        if self.has_no_handle(release.fh) {
+            // Linux sends it for what CREATE opened, until it has sent an OPEN.
+            return self.inodes.get(node).map(drop);
+        }
         // The close drops the handle's flock lock. A FLUSH has dropped a process's POSIX locks. Locks of the open file
         // description (F_OFD_SETLK) have an owner that no FLUSH names.
         let handle = self.handles.remove(node, release.fh)?;
@@ -380,10 +488,11 @@ impl Files for PassthroughFs {
 
     fn fsync(&self, node: u64, fh: u64, datasync: bool) -> Result<()> {
         self.sync_mappings(node);
-        let handle = self.handles.get(node, fh)?;
-        // Each of the two reports a failure once.
-        let synced = if datasync { fdatasync(handle.fd()) } else { fsync(handle.fd()) };
-        self.inodes.get(node)?.failures.tell(&handle.heard).and(synced)
+        self.with_file(node, fh, (Use::Any, 0, true), |file| {
+            // Each of the two reports a failure once.
+            let synced = if datasync { fdatasync(file.fd) } else { fsync(file.fd) };
+            self.inodes.get(node)?.failures.tell(file.heard).and(synced)
+        })
     }
 
     fn fallocate(&self, node: u64, a: &FallocateIn) -> Result<()> {
@@ -393,58 +502,40 @@ impl Files for PassthroughFs {
         if !SPACE.contains(&mode) {
             return Err(Errno::OPNOTSUPP);
         }
-        let handle = self.handles.get(node, a.fh)?;
-        if mode.intersects(FallocateFlags::PUNCH_HOLE | FallocateFlags::ZERO_RANGE) {
-            self.punch(handle.fd(), a, mode, node)?;
-            // FALLOC_FL_ZERO_RANGE may make the file longer.
-            self.passing().iter().for_each(|pass| pass.wrote(node, handle.fd(), Some(a.offset), 0));
-            return Ok(());
-        }
-        let since = self.passing().and_then(|pass| pass.allocating(node));
-        self.changing(node, || fallocate(handle.fd(), mode, a.offset, a.length))?;
-        if let (Some(pass), Some(since)) = (self.passing(), since) {
-            pass.allocated(&since, handle.fd(), a.offset, a.length);
-        }
-        Ok(())
+        self.with_file(node, a.fh, (Use::Write, 0, true), |file| {
+            if mode.intersects(FallocateFlags::PUNCH_HOLE | FallocateFlags::ZERO_RANGE) {
+                self.punch(file.fd, a, mode, node)?;
+                // FALLOC_FL_ZERO_RANGE may make the file longer.
+                self.passing().iter().for_each(|pass| pass.wrote(node, file.fd, Some(a.offset), 0));
+                return Ok(());
+            }
+            let since = self.passing().and_then(|pass| pass.allocating(node));
+            self.changing(node, || fallocate(file.fd, mode, a.offset, a.length))?;
+            if let (Some(pass), Some(since)) = (self.passing(), since) {
+                pass.allocated(&since, file.fd, a.offset, a.length);
+            }
+            Ok(())
+        })
     }
 
-    fn lseek(&self, node: u64, fh: u64, offset: u64, whence: u32) -> Result<u64> {
+    fn lseek(&self, node: u64, fh: u64, offset: u64, whence: u32, patient: bool) -> Result<u64> {
         let to = match whence as i32 {
             libc::SEEK_DATA => SeekFrom::Data(offset),
             libc::SEEK_HOLE => SeekFrom::Hole(offset),
             // The guest's kernel handles the others.
             _ => return Err(Errno::INVAL),
         };
-        seek(self.handles.get(node, fh)?.fd(), to)
+        // Nothing else uses the descriptor's position.
+        self.with_file(node, fh, (Use::Read, 0, patient), |file| seek(file.fd, to))
     }
 
     fn copy_file_range(&self, node: u64, a: &CopyFileRangeIn) -> Result<usize> {
         if a.flags != 0 {
             return Err(Errno::INVAL);
         }
-        let from = self.handles.get(node, a.fh_in)?;
-        let to = self.handles.get(a.nodeid_out, a.fh_out)?;
-        cred::keep_setid(true);
-        if self.keeps_blocks(node) || self.keeps_blocks(a.nodeid_out) {
-            // The guest's kernel then reads and writes.
-            return Err(Errno::OPNOTSUPP);
-        }
-        self.grows(a.nodeid_out, a.off_out)?;
-        let (mut off_in, mut off_out) = (a.off_in, a.off_out);
-        let len = usize::try_from(a.len).map_err(|_| Errno::INVAL)?;
-        // Opened anew, for the reason given at `punch`.
-        let fresh = |node, flags| if from.host.shares_blocks { self.fresh(node, flags) } else { None };
-        let (fresh_from, fresh_to) = (fresh(node, OFlags::RDONLY), fresh(a.nodeid_out, OFlags::WRONLY));
-        let (source, target) = match (&fresh_from, &fresh_to) {
-            (Some(from), Some(to)) => (from.as_fd(), to.as_fd()),
-            _ => (from.fd(), to.fd()),
-        };
-        let copy = || copy_file_range(source, Some(&mut off_in), target, Some(&mut off_out), len);
-        let n = self.changing(a.nodeid_out, copy)?;
-        if let Some(pass) = self.passing() {
-            pass.wrote(a.nodeid_out, to.fd(), Some(a.off_out), n as u64);
-        }
-        Ok(n)
+        self.with_file(node, a.fh_in, (Use::Read, 0, true), |from| {
+            self.with_file(a.nodeid_out, a.fh_out, (Use::Write, 0, true), |to| self.copy(node, from, to, a))
+        })
     }
 
     fn syncfs(&self, node: u64) -> Result<()> {

@@ -6,11 +6,16 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard};
-use rustix::io::{Errno, fcntl_dupfd_cloexec};
+use rustix::io::Errno;
 
 use super::host::HostFs;
 use crate::fuse::ops::Result;
 use crate::limits;
+
+/// Whether a request says that it has no handle: the guest opened the file without a message. No handle has this `fh`.
+pub fn is_unopened(fh: u64) -> bool {
+    fh == 0
+}
 
 /// An open file or directory.
 pub struct Handle {
@@ -65,11 +70,6 @@ impl Handle {
     pub fn into_fd(self) -> OwnedFd {
         self.file
     }
-
-    /// Another descriptor of the open file, which may outlive the handle.
-    pub fn copy(&self) -> Result<OwnedFd> {
-        fcntl_dupfd_cloexec(&self.file, 0)
-    }
 }
 
 /// Directory entries that were read and not yet sent.
@@ -79,14 +79,16 @@ pub struct DirState {
     pub at: usize,
     /// The directory's position at `at`: d_off of the entry before. `None`: the descriptor is at another position.
     pub offset: Option<u64>,
+    /// The descriptor was never read.
+    pub fresh: bool,
     pub listings: Arc<Listings>,
     /// Held while `entries` stay from one request to the next.
     pub kept: Option<Listing>,
 }
 
 impl DirState {
-    fn new(listings: &Arc<Listings>) -> Self {
-        Self { entries: Vec::new(), at: 0, offset: Some(0), listings: listings.clone(), kept: None }
+    pub fn new(listings: &Arc<Listings>) -> Self {
+        Self { entries: Vec::new(), at: 0, offset: Some(0), fresh: true, listings: listings.clone(), kept: None }
     }
 }
 
@@ -199,7 +201,8 @@ impl Handles {
             }
         };
         let mut slot = self.slot(index).ok_or(Errno::NFILE)?.write();
-        slot.generation = slot.generation.wrapping_add(1);
+        // Never 0: then the first slot's `fh` would be that of a request without a handle.
+        slot.generation = slot.generation.checked_add(1).unwrap_or(1);
         slot.handle = Some(handle);
         Ok(u64::from(slot.generation) << 32 | u64::from(index))
     }
@@ -239,7 +242,7 @@ impl Handles {
     /// EEXIST if its slot is taken, ENFILE if no daemon can have given this `fh`.
     pub fn restore(&self, fh: u64, handle: std::result::Result<Handle, u64>) -> Result<()> {
         let index = fh as u32;
-        if index >= MAX_RESTORED {
+        if index >= MAX_RESTORED || is_unopened(fh) {
             return Err(Errno::NFILE);
         }
         self.make_used(index)?;
@@ -341,5 +344,18 @@ mod tests {
         handles.clear();
         assert!(handles.get(5, again).is_err());
         assert_eq!(handles.free.lock().slots.len(), 1000);
+    }
+
+    #[test]
+    fn no_handle_has_the_fh_of_a_request_without_one() {
+        let handles = Handles::new();
+        assert_eq!(handles.restore(0, Err(5)), Err(Errno::NFILE));
+        let first = handles.insert(handle(5)).unwrap();
+        assert!(first as u32 == 0 && !is_unopened(first));
+        handles.remove(5, first).unwrap();
+        // As after 2^32 opens.
+        handles.slot(0).unwrap().write().generation = u32::MAX;
+        let again = handles.insert(handle(5)).unwrap();
+        assert!(again as u32 == 0 && !is_unopened(again));
     }
 }

@@ -109,6 +109,11 @@ impl Hosts {
         self.0.insert(dev, Arc::new(host));
     }
 
+    /// Whether close(2) writes or reports something on any of them.
+    pub fn any_flushes(&self) -> bool {
+        self.0.iter().any(|host| host.flushes)
+    }
+
     /// The file system with this device number, on which `fd` lies.
     pub fn get(&self, dev: u64, fd: BorrowedFd) -> Arc<HostFs> {
         if let Some(known) = self.0.get(&dev) {

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
-use parking_lot::{RwLock, RwLockReadGuard};
+use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use rustix::fs::{OFlags, Statx, fcntl_setfl};
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
@@ -14,7 +14,8 @@ use super::config::FileHandles;
 use super::contents::Contents;
 use super::fd::{Birth, Key, identity, open_path, reopen, stat};
 use super::file_handle::{FileHandle, Mounts};
-use super::kept::{Keeper, Kept};
+use super::handle::{DirState, Listings};
+use super::kept::{GivenUp, Keeper, Kept};
 use crate::fuse::ops::Result;
 use crate::limits;
 
@@ -43,14 +44,17 @@ pub struct Inode {
     pub contents: Contents,
     /// Failures to write what the guest stored in place.
     pub failures: Failures,
+    /// The last of them that a request without a handle has told the guest.
+    pub told_failure: AtomicU32,
     /// Locked for reading while the file is in use. A rename within one directory uses it twice, so the lock is
     /// recursive. Locked for writing when it changes, with no other lock held.
     place: RwLock<Place>,
-    /// Another descriptor, for as long as it is used. Locked as `place` is, and after it.
+    /// Another descriptor, for as long as it is used. Locked as `place` is, and after it. Nothing waits to lock it for
+    /// writing.
     spare: RwLock<Option<Spare>>,
     /// It was used since the last sweep.
     used: AtomicBool,
-    /// The sweep knows of it.
+    /// The sweep knows of it. Changes while `spare` is locked for writing.
     swept: AtomicBool,
 }
 
@@ -87,10 +91,82 @@ impl Failures {
 }
 
 /// A descriptor that is kept.
-struct Spare {
+pub struct Spare {
     fd: OwnedFd,
-    /// It is open for reading, with no other flag. If not, it is O_PATH.
-    readable: bool,
+    /// How it is open: O_PATH, or an access mode with some of [`Spare::SPECIAL`].
+    flags: OFlags,
+    /// Its position, if it is a directory that can be listed.
+    listing: Option<Box<Mutex<DirState>>>,
+}
+
+impl Spare {
+    /// Flags without which a descriptor does not serve a request that asks for them, and the other way around.
+    pub const SPECIAL: OFlags = OFlags::DIRECT.union(OFlags::NOATIME);
+
+    /// A file that is open with these flags.
+    pub fn file(fd: OwnedFd, flags: OFlags) -> Self {
+        Self { fd, flags: flags & (OFlags::ACCMODE | Self::SPECIAL), listing: None }
+    }
+
+    /// A directory that is open for reading.
+    pub fn dir(fd: OwnedFd, listings: &Arc<Listings>) -> Self {
+        Self { fd, flags: OFlags::RDONLY, listing: Some(Box::new(Mutex::new(DirState::new(listings)))) }
+    }
+
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+
+    /// # Errors
+    /// ENOTDIR if this is a file.
+    pub fn listing(&self) -> Result<MutexGuard<'_, DirState>> {
+        Ok(self.listing.as_ref().ok_or(Errno::NOTDIR)?.lock())
+    }
+
+    /// Whether it can be written to.
+    pub fn is_writable(&self) -> bool {
+        self.flags & OFlags::ACCMODE != OFlags::RDONLY && !self.flags.contains(OFlags::PATH)
+    }
+
+    /// Whether it does what a descriptor with these flags does.
+    fn serves(&self, want: OFlags) -> bool {
+        let (has, wanted) = (self.flags & OFlags::ACCMODE, want & OFlags::ACCMODE);
+        !self.flags.contains(OFlags::PATH)
+            && (has == wanted || has == OFlags::RDWR)
+            && (self.flags ^ want).intersection(Self::SPECIAL).is_empty()
+    }
+
+    /// Kinds of access that it allows.
+    fn rank(&self) -> u8 {
+        match self.flags & (OFlags::ACCMODE | OFlags::PATH) {
+            OFlags::RDWR => 2,
+            OFlags::RDONLY | OFlags::WRONLY => 1,
+            _ => 0,
+        }
+    }
+
+    fn replaces(&self, old: &Spare) -> bool {
+        self.rank() > old.rank() || self.rank() == old.rank() && self.flags != old.flags
+    }
+}
+
+/// What serves a request without a handle.
+pub enum Lent<'a> {
+    /// The inode's spare descriptor. It is not closed meanwhile.
+    Spare(RwLockReadGuard<'a, Option<Spare>>),
+    /// A descriptor for this request alone.
+    Own(Spare),
+}
+
+impl std::ops::Deref for Lent<'_> {
+    type Target = Spare;
+
+    fn deref(&self) -> &Spare {
+        match self {
+            Self::Spare(spare) => spare.as_ref().unwrap_or_else(|| unreachable!("only a spare that is there is lent")),
+            Self::Own(spare) => spare,
+        }
+    }
 }
 
 impl Inode {
@@ -103,6 +179,7 @@ impl Inode {
             told_size: AtomicU64::new(0),
             contents: Contents::default(),
             failures: Failures::default(),
+            told_failure: AtomicU32::new(0),
             place: RwLock::new(place),
             spare: RwLock::new(None),
             used: AtomicBool::new(false),
@@ -187,23 +264,59 @@ impl Inode {
         }
     }
 
-    /// Keeps a descriptor of its file, `readable` or O_PATH, if there is room.
+    /// Keeps a descriptor of its file, open for reading (`readable`) or O_PATH, if there is room.
     pub fn keep(self: &Arc<Self>, places: &Places, fd: OwnedFd, readable: bool) {
-        if !self.swept.swap(true, Ordering::Relaxed) && !places.kept.add(self) {
-            self.swept.store(false, Ordering::Relaxed);
-            return;
+        let flags = if readable { OFlags::RDONLY } else { OFlags::PATH };
+        drop(self.put(places, Spare { fd, flags, listing: None }));
+    }
+
+    /// Makes `spare` the inode's spare descriptor. Gives it back if there is a better one or no room.
+    fn put(
+        self: &Arc<Self>,
+        places: &Places,
+        spare: Spare,
+    ) -> std::result::Result<RwLockWriteGuard<'_, Option<Spare>>, Spare> {
+        let Some(mut kept) = self.spare.try_write() else { return Err(spare) };
+        if kept.as_ref().is_some_and(|old| !spare.replaces(old)) {
+            return Err(spare);
+        }
+        if !self.swept.load(Ordering::Relaxed) {
+            if !places.kept.add(self) {
+                return Err(spare);
+            }
+            self.swept.store(true, Ordering::Relaxed);
         }
         self.used.store(true, Ordering::Relaxed);
-        if let Some(mut kept) = self.spare.try_write() {
-            if kept.as_ref().is_none_or(|spare| readable && !spare.readable) {
-                *kept = Some(Spare { fd, readable });
-            }
+        *kept = Some(spare);
+        Ok(kept)
+    }
+
+    /// The spare descriptor, if it does what one with these flags does.
+    pub fn spare(&self, want: OFlags) -> Option<Lent<'_>> {
+        let spare = self.spare.read_recursive();
+        if !spare.as_ref().is_some_and(|spare| spare.serves(want)) {
+            return None;
+        }
+        self.used.store(true, Ordering::Relaxed);
+        Some(Lent::Spare(spare))
+    }
+
+    /// Whether the spare descriptor can be written to.
+    pub fn has_writable(&self) -> bool {
+        self.spare.read_recursive().as_ref().is_some_and(Spare::is_writable)
+    }
+
+    /// Lends out `spare`. If it can, it keeps it.
+    pub fn lend(self: &Arc<Self>, places: &Places, spare: Spare) -> Lent<'_> {
+        match self.put(places, spare) {
+            Ok(kept) => Lent::Spare(RwLockWriteGuard::downgrade(kept)),
+            Err(spare) => Lent::Own(spare),
         }
     }
 
-    /// Gives away the spare descriptor if it is open for reading.
+    /// Gives away the spare descriptor if it is open for reading and nothing else.
     pub fn take_readable(&self) -> Option<OwnedFd> {
-        let spare = self.spare.try_write()?.take_if(|spare| spare.readable)?;
+        let spare = self.spare.try_write()?.take_if(|spare| spare.flags == OFlags::RDONLY)?;
         Some(spare.fd)
     }
 
@@ -257,8 +370,10 @@ impl Inode {
             return Err(Errno::STALE);
         }
         places.fits(fd.as_fd())?;
-        // This very request may be using it: a rename of a directory's entry over the directory, which will fail.
-        if let Some(mut place) = self.place.try_write() {
+        // This very request may be using a directory: a rename of a directory's entry over the directory, which will
+        // fail. Another request may be opening a file, which must not be lost.
+        let place = if self.format() == libc::S_IFDIR { self.place.try_write() } else { Some(self.place.write()) };
+        if let Some(mut place) = place {
             *place = Place::Fd(fd);
         }
         Ok(())
@@ -323,15 +438,16 @@ impl Inode {
 }
 
 impl Keeper for Inode {
-    fn close_unused(&self) -> bool {
+    type Spare = Spare;
+
+    fn give_up(&self) -> GivenUp<Spare> {
         if self.used.swap(false, Ordering::Relaxed) {
-            return true;
+            return GivenUp::Used;
         }
         // A locked one is in use.
-        let Some(mut spare) = self.spare.try_write() else { return true };
+        let Some(mut spare) = self.spare.try_write() else { return GivenUp::Used };
         self.swept.store(false, Ordering::Relaxed);
-        *spare = None;
-        false
+        GivenUp::Gone(spare.take())
     }
 }
 
@@ -393,9 +509,17 @@ impl Places {
     /// # Errors
     /// As [`place`](Self::place).
     pub fn place_open(&self, fd: BorrowedFd) -> Result<Place> {
-        if let Some(handle) = self.handle(fd)? {
-            return Ok(Place::Handle(handle));
+        match self.handle(fd)? {
+            Some(handle) => Ok(Place::Handle(handle)),
+            None => self.place_pinned(fd),
         }
+    }
+
+    /// Holds a file that is open for I/O by descriptor.
+    ///
+    /// # Errors
+    /// ENFILE if there are too many descriptors.
+    pub fn place_pinned(&self, fd: BorrowedFd) -> Result<Place> {
         let fd = reopen(fd, OFlags::PATH)?;
         self.fits(fd.as_fd())?;
         Ok(Place::Fd(fd))

@@ -2,8 +2,9 @@
 //!
 //! Opening a file by its handle takes longer than most of what is then done with it. A build opens the same headers for
 //! reading again and again. So an inode may keep an O_PATH descriptor, or one that the guest opened for reading and
-//! closed.
+//! closed. Requests without a handle use such a descriptor too.
 
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread;
@@ -19,14 +20,28 @@ const MOST: usize = 4096;
 /// At most this part of what the process may open is kept: a quarter. The rest is for what the guest has open.
 const SHARE: u64 = 4;
 
+/// If all descriptors are kept that may be, so many keepers are asked for one that was not used lately. Each one that
+/// was is asked again after all others. More would make a request slow.
+const ASKED: usize = 8;
+
 /// A descriptor is closed when it was not used for one to two of these. An open descriptor keeps a file that the host
 /// has removed on its disk.
 const UNUSED: Duration = Duration::from_secs(1);
 
 /// Keeps a descriptor.
 pub trait Keeper: Send + Sync + 'static {
-    /// Closes the descriptor if it was not used since the last call. Whether it may still be open.
-    fn close_unused(&self) -> bool;
+    /// What is kept. It closes the descriptor when it is dropped.
+    type Spare;
+    /// Gives up the descriptor if it was not used since the last call.
+    fn give_up(&self) -> GivenUp<Self::Spare>;
+}
+
+/// What [`Keeper::give_up`] did.
+pub enum GivenUp<S> {
+    /// The descriptor is in use, or was used lately.
+    Used,
+    /// Nothing is kept any more.
+    Gone(Option<S>),
 }
 
 /// Those that keep a descriptor, and a thread that closes what is not used.
@@ -36,10 +51,16 @@ pub struct Kept<T> {
     changed: Condvar,
     count: AtomicUsize,
     most: usize,
+    /// Held during a sweep, which takes all keepers out.
+    sweeping: Mutex<()>,
 }
 
+/// A keeper that is still there, and what it kept.
+type Evicted<T> = (Option<Arc<T>>, Option<<T as Keeper>::Spare>);
+
 struct State<T> {
-    keepers: Vec<Weak<T>>,
+    /// The one that is asked next is the first.
+    keepers: VecDeque<Weak<T>>,
     over: bool,
 }
 
@@ -48,10 +69,11 @@ impl<T: Keeper> Kept<T> {
     pub fn start() -> Arc<Self> {
         let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX) / SHARE;
         let kept = Arc::new(Self {
-            state: Mutex::new(State { keepers: Vec::new(), over: false }),
+            state: Mutex::new(State { keepers: VecDeque::new(), over: false }),
             changed: Condvar::new(),
             count: AtomicUsize::new(0),
             most: MOST.min(limit as usize),
+            sweeping: Mutex::new(()),
         });
         let thread = thread::Builder::new().name("thruway-sweep".into());
         let swept = kept.clone();
@@ -70,25 +92,59 @@ impl<T: Keeper> Kept<T> {
 
     /// Adds one that is about to keep a descriptor. False: it must not.
     pub fn add(&self, keeper: &Arc<T>) -> bool {
-        if self.count.load(Ordering::Relaxed) >= self.most {
-            return false;
-        }
         let mut state = self.state.lock();
-        if !state.over {
+        // Closed after the lock is released, since close(2) may take long.
+        let mut closed = None;
+        if !state.over && self.count.load(Ordering::Relaxed) >= self.most {
+            closed = self.make_room(&mut state.keepers);
+        }
+        let added = !state.over && self.count.load(Ordering::Relaxed) < self.most;
+        if added {
             self.count.fetch_add(1, Ordering::Relaxed);
-            state.keepers.push(Arc::downgrade(keeper));
+            state.keepers.push_back(Arc::downgrade(keeper));
             self.changed.notify_all();
         }
-        !state.over
+        drop(state);
+        drop(closed);
+        added
+    }
+
+    /// Takes one out that did not use its descriptor lately. Returns what is to be dropped.
+    fn make_room(&self, keepers: &mut VecDeque<Weak<T>>) -> Option<Evicted<T>> {
+        for _ in 0..ASKED {
+            let first = keepers.pop_front()?;
+            let keeper = first.upgrade();
+            match keeper.as_ref().map_or(GivenUp::Gone(None), |keeper| keeper.give_up()) {
+                GivenUp::Used => keepers.push_back(first),
+                GivenUp::Gone(spare) => {
+                    self.count.fetch_sub(1, Ordering::Relaxed);
+                    return Some((keeper, spare));
+                }
+            }
+        }
+        None
     }
 
     /// Closes what was not used since the last sweep.
     pub fn sweep(&self) {
+        let _sweeping = self.sweeping.lock();
         let mut keepers = std::mem::take(&mut self.state.lock().keepers);
         let before = keepers.len();
-        keepers.retain(|keeper| keeper.upgrade().is_some_and(|keeper| keeper.close_unused()));
+        keepers.retain(|keeper| keeper.upgrade().is_some_and(|keeper| matches!(keeper.give_up(), GivenUp::Used)));
         self.count.fetch_sub(before - keepers.len(), Ordering::Relaxed);
         self.state.lock().keepers.append(&mut keepers);
+    }
+
+    /// The number of descriptors that are kept.
+    #[cfg(test)]
+    pub fn count(&self) -> usize {
+        self.count.load(Ordering::Relaxed)
+    }
+
+    /// The most descriptors that are kept.
+    #[cfg(test)]
+    pub fn most(&self) -> usize {
+        self.most
     }
 
     fn run(&self) {

@@ -18,6 +18,7 @@ mod lock;
 mod mapping;
 mod migration;
 mod name;
+mod opens;
 mod path;
 mod sys;
 #[cfg(test)]
@@ -45,7 +46,7 @@ use crate::fuse::abi::InitFlags;
 use crate::fuse::notify::{Silent, Sink};
 use crate::fuse::ops::{Control, Result, Session};
 use crate::window::{self, Window};
-pub use config::{CachePolicy, Config, FileHandles, Migration, MigrationMode, MigrationOnError, Offer};
+pub use config::{CachePolicy, Config, FileHandles, Migration, MigrationMode, MigrationOnError, NoOpen, Offer};
 use handle::{Handles, Listings};
 use host::Hosts;
 use inode::Places;
@@ -172,14 +173,9 @@ impl PassthroughFs {
             }
         }
     }
-}
 
-impl Control for PassthroughFs {
-    fn enter_thread(&self) {
-        cred::enter_thread(self.proc_self_fd.as_fd());
-    }
-
-    fn init(&self, offered: InitFlags) -> Result<Session> {
+    /// Settles a session with a guest that offers these flags. `moved`: another daemon has settled them.
+    fn settle(&self, offered: InitFlags, moved: bool) -> Result<Session> {
         let c = &self.config;
         let mut wanted = InitFlags::ASYNC_READ
             | InitFlags::ATOMIC_O_TRUNC
@@ -220,9 +216,26 @@ impl Control for PassthroughFs {
                 wanted -= InitFlags::WRITEBACK_CACHE;
             }
         }
+        if self.wants_no_open(moved) && !(wanted & offered).contains(InitFlags::PASSTHROUGH_SHM) {
+            wanted |= InitFlags::NO_OPEN_SUPPORT | InitFlags::NO_OPENDIR_SUPPORT;
+            if offered.contains(InitFlags::NO_OPEN_SUPPORT) {
+                // Linux would leave the truncation to an OPEN that it does not send.
+                wanted -= InitFlags::ATOMIC_O_TRUNC;
+            }
+        }
         let flags = wanted & offered;
         self.session.store(flags.bits(), Ordering::Relaxed);
         Ok(Session { flags, map_alignment: window::RANGE_SHIFT })
+    }
+}
+
+impl Control for PassthroughFs {
+    fn enter_thread(&self) {
+        cred::enter_thread(self.proc_self_fd.as_fd());
+    }
+
+    fn init(&self, offered: InitFlags) -> Result<Session> {
+        self.settle(offered, false)
     }
 
     fn destroy(&self) {

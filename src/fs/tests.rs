@@ -28,26 +28,26 @@ use crate::window::{Frontend, Mapping, ProxyFiles, RANGE, Window};
 
 mod contents;
 
-struct Share {
-    dir: TempDir,
-    fs: Arc<PassthroughFs>,
+pub(super) struct Share {
+    pub dir: TempDir,
+    pub fs: Arc<PassthroughFs>,
 }
 
 const ROOT: Creator = Creator { uid: 0, gid: 0, umask: 0, group: None, label: None };
 
-fn me() -> Creator<'static> {
+pub(super) fn me() -> Creator<'static> {
     Creator { uid: rustix::process::geteuid().as_raw(), gid: rustix::process::getegid().as_raw(), ..ROOT }
 }
 
-fn root() -> bool {
+pub(super) fn root() -> bool {
     rustix::process::geteuid().is_root()
 }
 
-fn open_root(path: &Path) -> OwnedFd {
+pub(super) fn open_root(path: &Path) -> OwnedFd {
     rustix::fs::open(path, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()).unwrap()
 }
 
-fn share(config: Config) -> Share {
+pub(super) fn share(config: Config) -> Share {
     let dir = tempfile::tempdir().unwrap();
     let fs = PassthroughFs::new(open_root(dir.path()), proc_self_fd().unwrap(), config).unwrap();
     fs.enter_thread();
@@ -78,33 +78,41 @@ fn plain() -> Share {
 }
 
 impl Share {
-    fn put(&self, name: &str, data: &[u8]) {
+    pub(super) fn put(&self, name: &str, data: &[u8]) {
         fs::write(self.dir.path().join(name), data).unwrap();
     }
 
-    fn host(&self, name: &str) -> Vec<u8> {
+    pub(super) fn host(&self, name: &str) -> Vec<u8> {
         fs::read(self.dir.path().join(name)).unwrap()
     }
 
-    fn lookup(&self, name: &CStr) -> Result<EntryOut> {
+    pub(super) fn lookup(&self, name: &CStr) -> Result<EntryOut> {
         self.fs.lookup(ROOT_ID, name)
     }
 
-    fn open(&self, name: &CStr, flags: i32) -> (u64, u64) {
+    pub(super) fn open(&self, name: &CStr, flags: i32) -> (u64, u64) {
         let node = self.lookup(name).unwrap().nodeid;
         (node, open(&self.fs, node, flags).unwrap().fh)
     }
 
-    fn write(&self, node: u64, fh: u64, offset: u64, data: &[u8], write_flags: u32, flags: i32) -> Result<usize> {
+    pub(super) fn write(
+        &self,
+        node: u64,
+        fh: u64,
+        offset: u64,
+        data: &[u8],
+        write_flags: u32,
+        flags: i32,
+    ) -> Result<usize> {
         let mut data = data.to_vec();
         let mut vecs = IoVecs::default();
         // SAFETY: `data` outlives the list.
         unsafe { vecs.push(data.as_mut_ptr(), data.len(), true) };
         let write = WriteIn { fh, offset, write_flags, flags: flags as u32, ..Default::default() };
-        self.fs.write(node, &write, &vecs.range(0..usize::MAX))
+        self.fs.write(node, &write, &vecs.range(0..usize::MAX), true)
     }
 
-    fn read(&self, node: u64, fh: u64, offset: u64, size: usize) -> Result<Vec<u8>> {
+    pub(super) fn read(&self, node: u64, fh: u64, offset: u64, size: usize) -> Result<Vec<u8>> {
         let (mut a, mut b) = (vec![0; size / 3], vec![0; size - size / 3]);
         let mut vecs = IoVecs::default();
         for part in [&mut a, &mut b] {
@@ -120,7 +128,7 @@ impl Share {
     }
 
     /// Descriptors that this process has open in the share.
-    fn descriptors(&self) -> usize {
+    pub(super) fn descriptors(&self) -> usize {
         let held = |e: std::io::Result<fs::DirEntry>| fs::read_link(e.ok()?.path()).ok();
         let links = fs::read_dir("/proc/self/fd").unwrap().filter_map(held);
         links.filter(|path| path.starts_with(self.dir.path())).count()

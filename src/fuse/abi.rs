@@ -111,10 +111,12 @@ bitflags::bitflags! {
         const READDIRPLUS_AUTO = 1 << 14;
         const ASYNC_DIO = 1 << 15;
         const WRITEBACK_CACHE = 1 << 16;
+        const NO_OPEN_SUPPORT = 1 << 17;
         const PARALLEL_DIROPS = 1 << 18;
         const POSIX_ACL = 1 << 20;
         const MAX_PAGES = 1 << 22;
         const CACHE_SYMLINKS = 1 << 23;
+        const NO_OPENDIR_SUPPORT = 1 << 24;
         const MAP_ALIGNMENT = 1 << 26;
         const SUBMOUNTS = 1 << 27;
         const HANDLE_KILLPRIV_V2 = 1 << 28;

@@ -112,7 +112,7 @@ pub trait Files {
     /// Replies with an [`OpenOut`], at once or later. With `patient`, the thread may wait for the holder of a lease.
     ///
     /// # Errors
-    /// EAGAIN if it would have to wait and is not `patient`.
+    /// EAGAIN if it would have to wait and is not `patient`; ENOSYS if the guest is to open files by itself.
     fn open(&self, node: u64, open: &OpenIn, patient: bool, reply: &mut Reply) -> Result<()>;
     /// What truncating this file, to whatever size, may wait for. `None`: a queue's worker may do it.
     fn truncating_waits(&self, node: u64, fh: Option<u64>) -> Result<Option<Wait>>;
@@ -126,10 +126,16 @@ pub trait Files {
     /// The open file, if io_uring may read from it. If not, a thread that may wait calls [`read`](Self::read).
     fn file_for_read(&self, node: u64, read: &ReadIn) -> Result<Option<OwnedFd>>;
     /// pwrite(2) at the offset of the request. Returns the number of bytes.
-    fn write(&self, node: u64, write: &WriteIn, from: &IoRange) -> Result<usize>;
+    ///
+    /// # Errors
+    /// EAGAIN if the thread would have to wait for the holder of a lease, which it may only with `waits`.
+    fn write(&self, node: u64, write: &WriteIn, from: &IoRange, waits: bool) -> Result<usize>;
     /// The open file, if io_uring may write to it instead of [`write`](Self::write), with this thread's credentials.
     fn file_for_write(&self, node: u64, write: &WriteIn) -> Result<Option<OwnedFd>>;
     /// A process has closed a descriptor of the file: drops the locks of `lock_owner`.
+    ///
+    /// # Errors
+    /// ENOSYS if that never has an effect.
     fn flush(&self, node: u64, fh: u64, lock_owner: u64) -> Result<()>;
     /// The last descriptor of an open file is closed.
     fn release(&self, node: u64, release: &ReleaseIn) -> Result<()>;
@@ -140,7 +146,10 @@ pub trait Files {
     /// fallocate(2).
     fn fallocate(&self, node: u64, args: &FallocateIn) -> Result<()>;
     /// lseek(2) with SEEK_DATA or SEEK_HOLE. Offsets are in bytes.
-    fn lseek(&self, node: u64, fh: u64, offset: u64, whence: u32) -> Result<u64>;
+    ///
+    /// # Errors
+    /// EAGAIN as for [`open`](Self::open).
+    fn lseek(&self, node: u64, fh: u64, offset: u64, whence: u32, patient: bool) -> Result<u64>;
     /// copy_file_range(2). Returns the number of bytes.
     fn copy_file_range(&self, node: u64, args: &CopyFileRangeIn) -> Result<usize>;
     /// syncfs(2) on the file system of this node.
@@ -150,6 +159,9 @@ pub trait Files {
 /// Directories.
 pub trait Dirs {
     /// Opens a directory.
+    ///
+    /// # Errors
+    /// ENOSYS if the guest is to open directories by itself.
     fn opendir(&self, node: u64, flags: u32) -> Result<OpenOut>;
     /// Lists a directory from the position `offset` on.
     fn readdir(&self, node: u64, fh: u64, offset: u64, sink: &mut dyn DirSink) -> Result<()>;

@@ -35,7 +35,7 @@ pub trait Transport: Send {
     fn may_wait(&self) -> bool;
     /// Moves `data` between guest memory and a file, and answers the request.
     fn io(&mut self, io: Io, data: &IoRange);
-    /// Serves the request, a READ, again from its beginning on a thread that may wait.
+    /// Serves the request, a READ or WRITE, again from its beginning on a thread that may wait.
     fn serve_anew(&mut self);
     /// The way back for a reply that comes from another thread. The length that
     /// [`Server::handle`](super::Server::handle) returns is then ignored.

@@ -135,6 +135,28 @@ alone_known_inodes() { known_inodes; }
 # A guest looks up names that have timed out, and a lookup opens the file. With cache=always none times out.
 alone_known_inodes_no_handles() { known_inodes --inode-file-handles=never --cache=always; }
 
+# A guest has many more files open than the daemon may have descriptors. It also removes some of them, and lists directories that
+# it has open.
+alone_open_files() {
+    local pid files held
+    files=$(pick 100000 1000000)
+    make_fast_share share
+    start_daemon s "$work/share" --cache=always --rlimit-nofile=4096
+    "$boot" --kind uml --mem "$(pick 1024 6144)" --timeout 1800 --log-dir "$work/open.logs" --ro-dir "$guest_dir" \
+        --fs "s=$work/sockets/s" "$guest_dir/open-files.py" /mnt/s "$files" >"$work/out" 2>&1 &
+    pid=$!
+    # 900 s: ten times what a quiet machine needs for a million files.
+    wait_line "$work/out" '^open ' 900 "$pid"
+    held=$(descriptors "$daemon_pid")
+    wait_line "$work/out" '^read ' 900 "$pid"
+    note "$files open files: $held descriptors, $(own_memory "$daemon_pid") KiB; after reading $(descriptors "$daemon_pid") descriptors"
+    # A quarter of 4096 may be kept for other requests. Each removed file takes one, and the daemon itself some hundred.
+    ((held <= 1024 + files / 1000 + 500)) || fail "the daemon holds $held descriptors"
+    touch "$work/share/end"
+    wait "$pid" || fail "the guest failed: $(tail -n 5 "$work/out")"
+    logs_are_clean "$work/open.logs" && logs_are_clean "$work/daemons.logs"
+}
+
 # The time of thruwayd and virtiofsd for a directory of 100,000 entries, listed with attributes, in turn in one guest.
 alone_listing() {
     make_fast_share share

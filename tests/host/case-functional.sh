@@ -23,6 +23,14 @@ case_functional_chroot() { functional uml --sandbox chroot; }
 case_functional_no_sandbox() { functional uml --sandbox none; }
 case_functional_cache_never() { functional uml --cache=never --allow-mmap; }
 case_functional_cache_always() { functional uml --cache=always; }
+# Locks on the host need handles.
+functional_no_open() {
+    local everything=(--posix-acl --allow-direct-io --no-open=always)
+    functional uml "$@"
+}
+case_functional_no_open() { functional_no_open --cache=always; }
+case_functional_no_open_cache_auto() { functional_no_open --cache=auto; }
+case_functional_no_open_writeback() { functional_no_open --cache=always --writeback; }
 case_functional_cache_metadata() { functional uml --cache=metadata --allow-mmap; }
 case_functional_writeback() { functional uml --writeback; }
 case_functional_no_readdirplus() { functional uml --no-readdirplus; }

@@ -63,6 +63,12 @@ case_pjdfstest_no_file_handles() {
     pjdfstest_check no-file-handles
 }
 
+# The guest opens files by itself.
+case_pjdfstest_no_open() {
+    pjdfstest_run no-open uml "$THRUWAY_DAEMON --cache=always"
+    pjdfstest_check no-open
+}
+
 # fsx_case KIND OPERATIONS SEED...: runs fsx in each cache mode.
 fsx_case() {
     local kind=$1 cache arguments=()

@@ -21,7 +21,7 @@ use super::path::open_beneath;
 use super::sys::{RawHandle, name_to_handle, open_by_handle};
 use super::{MigrationMode, MigrationOnError, PassthroughFs};
 use crate::fuse::abi::{InitFlags, ROOT_ID};
-use crate::fuse::ops::{Control, Result};
+use crate::fuse::ops::Result;
 use find::Finder;
 use format::{HandleState, InodeState, Location, MountState, State};
 
@@ -67,7 +67,7 @@ impl PassthroughFs {
     /// Takes over a session. There must be no requests meanwhile.
     pub(super) fn load_state(&self, flags: InitFlags, bytes: &[u8]) -> io::Result<()> {
         let state = State::decode(bytes).map_err(invalid)?;
-        let settled = self.init(flags)?.flags;
+        let settled = self.settle(flags, true)?.flags;
         if settled != flags {
             let missing = flags - settled;
             return Err(invalid(format!("the guest uses {missing:?}: give this daemon the options of the source")));

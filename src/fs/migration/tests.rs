@@ -95,7 +95,7 @@ fn write(fs: &PassthroughFs, node: u64, fh: u64, offset: u64, data: &str) -> Res
     let mut vecs = IoVecs::default();
     // SAFETY: `data` outlives the list.
     unsafe { vecs.push(data.as_mut_ptr(), data.len(), true) };
-    fs.write(node, &WriteIn { fh, offset, ..Default::default() }, &vecs.range(0..usize::MAX))
+    fs.write(node, &WriteIn { fh, offset, ..Default::default() }, &vecs.range(0..usize::MAX), true)
 }
 
 fn read(fs: &PassthroughFs, node: u64, fh: u64) -> Result<usize> {

@@ -10,7 +10,7 @@ use vm_memory::{Bytes, FileOffset, VolatileMemory};
 
 use super::*;
 use crate::fs::host::HostFs;
-use crate::fs::{CachePolicy, sys};
+use crate::fs::{CachePolicy, NoOpen, sys};
 
 thread_local! {
     static CLOCK: Cell<Option<Timespec>> = const { Cell::new(None) };
@@ -255,7 +255,7 @@ fn a_look_that_sees_a_change_ends_the_stamp() {
 #[test]
 fn only_some_policies_and_file_systems_decide_by_the_times() {
     let opened = |dir: TempDir, cache, trusted: bool| {
-        let s = serve(dir, Config { cache, ..Default::default() });
+        let s = serve(dir, Config { cache, no_open: NoOpen::Never, ..Default::default() });
         if !trusted {
             let root = open_root(s.dir.path());
             let dev = fs::metadata(s.dir.path()).unwrap().dev();

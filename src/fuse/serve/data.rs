@@ -39,8 +39,25 @@ impl<F: FileSystem> Server<F> {
                 return Ok(());
             }
         }
-        let size = self.fs.write(node, &args, &data)? as u32;
-        reply.put(&WriteOut { size, padding: 0 })
+        let waits = reply.may_wait();
+        match self.fs.write(node, &args, &data, waits) {
+            Err(Errno::AGAIN) if !waits => {
+                reply.serve_anew();
+                Ok(())
+            }
+            size => reply.put(&WriteOut { size: size? as u32, padding: 0 }),
+        }
+    }
+
+    pub(super) fn lseek(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {
+        let (node, args): (_, LseekIn) = (request.header.nodeid, request.take()?);
+        let seek = move |fs: &F, reply: &mut Reply, patient| {
+            reply.put(&LseekOut { offset: fs.lseek(node, args.fh, args.offset, args.whence, patient)? })
+        };
+        match seek(&self.fs, reply, false) {
+            Err(Errno::AGAIN) => self.serve_where(Some(Wait::Others), reply, move |fs, reply| seek(fs, reply, true)),
+            done => done,
+        }
     }
 
     pub(super) fn fsync(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {

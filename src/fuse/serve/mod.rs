@@ -68,10 +68,7 @@ impl<F: FileSystem> Server<F> {
             Opcode::Write => self.write(request, reply),
             Opcode::Fsync => self.fsync(request, reply),
             Opcode::Fallocate => self.fallocate(request, reply),
-            Opcode::Lseek => {
-                let args: LseekIn = request.take()?;
-                reply.put(&LseekOut { offset: fs.lseek(node, args.fh, args.offset, args.whence)? })
-            }
+            Opcode::Lseek => self.lseek(request, reply),
             Opcode::CopyFileRange => self.copy_file_range(request, reply, |n| WriteOut { size: n as u32, padding: 0 }),
             Opcode::CopyFileRange64 => {
                 self.copy_file_range(request, reply, |bytes_copied| CopyFileRangeOut { bytes_copied })
