@@ -135,8 +135,8 @@ impl<F: FileSystem> Server<F> {
                 Ok(())
             }
 
-            // Once the kernel has seen ENOSYS it serves POLL (always ready) and BMAP (EINVAL) itself. An IOCTL fails with
-            // ENOTTY, and the kernel sends the next one too. The device does not ask for NOTIFY_REPLY.
+            // Once the kernel has seen ENOSYS it serves POLL (always ready) and BMAP (EINVAL) itself. An IOCTL fails
+            // with ENOTTY, and the kernel sends the next one too. The device does not ask for NOTIFY_REPLY.
             Opcode::Poll | Opcode::Bmap | Opcode::Ioctl | Opcode::NotifyReply | Opcode::Init => Err(Errno::NOSYS),
         }
     }
