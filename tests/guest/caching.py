@@ -30,6 +30,8 @@ PROMISES = {
     "always": METADATA | dict.fromkeys(("opened again", "read again", "grown"), LATE),
     # The guest believes its own size.
     "writeback": AUTO | dict.fromkeys(("read again", "grown"), LATE),
+    # Without an OPEN or OPENDIR the guest goes by the attributes that it knows.
+    "no-open": AUTO | dict.fromkeys(("listed", "opened again"), SOON),
     # The guest believes for a day that a name does not exist.
     "negative": AUTO | {"created": LATE},
 }

@@ -33,4 +33,5 @@ case_caching_auto() { caching auto --cache=auto; }
 case_caching_metadata() { caching metadata --cache=metadata; }
 case_caching_always() { caching always --cache=always; }
 case_caching_writeback() { caching writeback --cache=auto --writeback; }
+case_caching_no_open() { caching no-open --cache=auto --no-open=always; }
 case_caching_negative() { caching negative --cache=auto --negative-timeout=86400; }
