@@ -51,7 +51,7 @@ fn switch(options: &mut Options, name: &str) -> Result<(), String> {
         "writeback" => options.writeback = on,
         "allow_direct_io" => options.allow_direct_io = on,
         "announce_submounts" => options.no_announce_submounts = !on,
-        "killpriv_v2" => options.killpriv_v2 = on,
+        "killpriv_v2" => (options.killpriv_v2, options.no_killpriv_v2) = (on, !on),
         "posix_acl" => options.posix_acl = offer,
         "security_label" => options.security_label = offer,
         "posix_lock" => options.posix_lock = on,

@@ -166,11 +166,14 @@ pub struct Options {
     #[arg(long, overrides_with = "announce_submounts")]
     pub no_announce_submounts: bool,
 
-    /// Let the host clear set-user-ID bits and file capabilities when the guest writes
+    /// Let the host clear set-user-ID bits and file capabilities when the guest writes [default: on ext4, XFS, Btrfs,
+    /// tmpfs and F2FS, without --dax-window]
+    ///
+    /// With --xattr each write(2) of the guest takes another message without this.
     #[arg(long)]
     pub killpriv_v2: bool,
 
-    /// Let the guest clear them, which a share on NFS needs [default]
+    /// Let the guest clear them, which a share on NFS needs [default: on other file systems, and with --dax-window]
     #[arg(long, overrides_with = "killpriv_v2")]
     pub no_killpriv_v2: bool,
 
@@ -598,7 +601,7 @@ impl Options {
             writeback: self.writeback,
             allow_direct_io: self.allow_direct_io,
             allow_mmap: self.allow_mmap,
-            killpriv_v2: self.killpriv_v2,
+            killpriv_v2: (self.killpriv_v2 || self.no_killpriv_v2).then_some(self.killpriv_v2),
             readdirplus: !self.no_readdirplus && self.cache != CachePolicy::Never,
             xattr: self.xattr || self.xattrmap.is_some() || offered,
             posix_acl: self.posix_acl,
@@ -667,14 +670,14 @@ mod tests {
         assert_eq!((options.sandbox, options.seccomp), (Sandbox::Namespace, seccomp::Action::Kill));
         let config = options.fs_config().unwrap();
         assert_eq!((config.cache, config.inode_file_handles), (CachePolicy::Auto, FileHandles::Prefer));
-        assert!(config.announce_submounts && config.readdirplus && !config.killpriv_v2 && !config.xattr);
+        assert!(config.announce_submounts && config.readdirplus && config.killpriv_v2.is_none() && !config.xattr);
         assert!(!config.writeback && !config.allow_direct_io && !config.posix_lock && !config.flock);
     }
 
     #[test]
     fn the_last_option_wins() {
-        assert!(!config("--killpriv-v2 --no-killpriv-v2").killpriv_v2);
-        assert!(config("--no-killpriv-v2 --killpriv-v2").killpriv_v2);
+        assert_eq!(config("--killpriv-v2 --no-killpriv-v2").killpriv_v2, Some(false));
+        assert_eq!(config("--no-killpriv-v2 --killpriv-v2").killpriv_v2, Some(true));
         assert!(!config("--announce-submounts --no-announce-submounts").announce_submounts);
         assert!(config("--no-announce-submounts --announce-submounts").announce_submounts);
         assert_eq!(config("--cache never --cache always").cache, CachePolicy::Always);

@@ -2,7 +2,7 @@
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use rustix::fs::{
     AtFlags, CWD, Gid, Mode, Statx, StatxFlags, Timespec, Timestamps, UTIME_NOW, UTIME_OMIT, Uid, chmodat, chownat,
@@ -18,6 +18,26 @@ use super::opens::Use;
 use super::{cred, sys};
 use crate::fuse::abi::*;
 use crate::fuse::ops::{Attrs, Result};
+
+/// What Linux may send along in a SETATTR that changes nothing. So it asks for the set-id bits to be cleared: before
+/// fallocate(2), copy_file_range(2) or a write by a user who may not keep them, and for a chown(2) without ids. With a
+/// write-back cache, that chown(2) comes with the change time. A write's times come together.
+const KILLS: SetattrValid =
+    SetattrValid::FH.union(SetattrValid::LOCKOWNER).union(SetattrValid::KILL_SUIDGID).union(SetattrValid::CTIME);
+
+/// Clears a file's set-user-ID bit, and its set-group-ID bit if its group may execute it.
+fn clear_set_id(fd: BorrowedFd) -> Result<()> {
+    let mode = u32::from(stat(fd, c"")?.stx_mode);
+    let mut kept = mode & !libc::S_ISUID;
+    if mode & libc::S_IXGRP != 0 {
+        kept &= !libc::S_ISGID;
+    }
+    if mode & libc::S_IFMT != libc::S_IFREG || kept == mode {
+        return Ok(());
+    }
+    cred::keep_setid(true);
+    chmodat(CWD, FdPath::new(fd).as_cstr(), Mode::from_raw_mode(kept & 0o7777), AtFlags::empty())
+}
 
 impl PassthroughFs {
     /// Attributes as the guest sees them.
@@ -42,11 +62,19 @@ impl PassthroughFs {
         }
     }
 
+    /// How long the guest may use these attributes. If the host clears set-id bits, the guest does not hear of it: it
+    /// would still go by them when it executes the file.
+    pub(super) fn attr_timeout(&self, st: &Statx) -> Duration {
+        let mode = u32::from(st.stx_mode);
+        let set_id = mode & libc::S_IFMT == libc::S_IFREG && mode & (libc::S_ISUID | libc::S_ISGID) != 0;
+        if set_id && self.has(InitFlags::HANDLE_KILLPRIV_V2) { Duration::ZERO } else { self.timeout }
+    }
+
     fn attr_out(&self, node: &Inode, st: &Statx) -> AttrOut {
-        let size = self.tell_size(node, st.stx_size);
+        let (size, valid) = (self.tell_size(node, st.stx_size), self.attr_timeout(st));
         AttrOut {
-            attr_valid: self.timeout.as_secs(),
-            attr_valid_nsec: self.timeout.subsec_nanos(),
+            attr_valid: valid.as_secs(),
+            attr_valid_nsec: valid.subsec_nanos(),
             dummy: 0,
             attr: Attr { size, ..self.attr(st) },
         }
@@ -66,6 +94,9 @@ impl PassthroughFs {
     }
 
     fn change(&self, fd: BorrowedFd, a: &SetattrIn, valid: SetattrValid, inode: &Arc<Inode>) -> Result<()> {
+        if self.has(InitFlags::HANDLE_KILLPRIV_V2) && (valid - KILLS).is_empty() {
+            return clear_set_id(fd);
+        }
         // The owner comes before the mode, since chown(2) clears set-id bits.
         if valid.intersects(SetattrValid::UID | SetattrValid::GID) {
             let uid = valid.contains(SetattrValid::UID).then(|| self.host_uid(a.uid)).transpose()?;
@@ -151,10 +182,10 @@ impl Attrs for PassthroughFs {
             self.saw(&inode, &st);
             Ok(st)
         })?;
-        let size = self.tell_size(&inode, st.stx_size);
+        let (size, valid) = (self.tell_size(&inode, st.stx_size), self.attr_timeout(&st));
         Ok(StatxOut {
-            attr_valid: self.timeout.as_secs(),
-            attr_valid_nsec: self.timeout.subsec_nanos(),
+            attr_valid: valid.as_secs(),
+            attr_valid_nsec: valid.subsec_nanos(),
             flags: 0,
             spare: [0; 2],
             stat: FuseStatx { size, ..self.fuse_statx(&st) },

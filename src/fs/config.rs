@@ -101,8 +101,8 @@ pub struct Config {
     pub allow_direct_io: bool,
     /// `--allow-mmap`
     pub allow_mmap: bool,
-    /// `--killpriv-v2`
-    pub killpriv_v2: bool,
+    /// `--killpriv-v2` or `--no-killpriv-v2`. `None`: where the host does what the guest would do.
+    pub killpriv_v2: Option<bool>,
     /// Not `--no-readdirplus`.
     pub readdirplus: bool,
     /// `--xattr`, or an option that implies it.
@@ -148,7 +148,7 @@ impl Default for Config {
             writeback: false,
             allow_direct_io: false,
             allow_mmap: false,
-            killpriv_v2: false,
+            killpriv_v2: None,
             readdirplus: true,
             xattr: false,
             posix_acl: Offer::Never,

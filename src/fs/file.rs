@@ -280,7 +280,6 @@ impl PassthroughFs {
     }
 
     fn copy(&self, node: u64, from: &Opened, to: &Opened, a: &CopyFileRangeIn) -> Result<usize> {
-        cred::keep_setid(true);
         if self.keeps_blocks(node) || self.keeps_blocks(a.nodeid_out) {
             // The guest's kernel then reads and writes.
             return Err(Errno::OPNOTSUPP);
@@ -297,6 +296,7 @@ impl PassthroughFs {
         };
         let copy = || copy_file_range(source, Some(&mut off_in), target, Some(&mut off_out), len);
         let n = self.changing(a.nodeid_out, copy)?;
+        self.drop_capability(to.fd);
         if let Some(pass) = self.passing() {
             pass.wrote(a.nodeid_out, to.fd, Some(a.off_out), n as u64);
         }
@@ -505,12 +505,14 @@ impl Files for PassthroughFs {
         self.with_file(node, a.fh, (Use::Write, 0, true), |file| {
             if mode.intersects(FallocateFlags::PUNCH_HOLE | FallocateFlags::ZERO_RANGE) {
                 self.punch(file.fd, a, mode, node)?;
+                self.drop_capability(file.fd);
                 // FALLOC_FL_ZERO_RANGE may make the file longer.
                 self.passing().iter().for_each(|pass| pass.wrote(node, file.fd, Some(a.offset), 0));
                 return Ok(());
             }
             let since = self.passing().and_then(|pass| pass.allocating(node));
             self.changing(node, || fallocate(file.fd, mode, a.offset, a.length))?;
+            self.drop_capability(file.fd);
             if let (Some(pass), Some(since)) = (self.passing(), since) {
                 pass.allocated(&since, file.fd, a.offset, a.length);
             }
@@ -533,6 +535,7 @@ impl Files for PassthroughFs {
         if a.flags != 0 {
             return Err(Errno::INVAL);
         }
+        cred::keep_setid(true);
         self.with_file(node, a.fh_in, (Use::Read, 0, true), |from| {
             self.with_file(a.nodeid_out, a.fh_out, (Use::Write, 0, true), |to| self.copy(node, from, to, a))
         })

@@ -31,6 +31,11 @@ const LOCAL: [i64; 8] = [
 /// that others change.
 const TIMES_TELL: [i64; 3] = [libc::EXT4_SUPER_MAGIC, libc::XFS_SUPER_MAGIC, libc::BTRFS_SUPER_MAGIC];
 
+/// File systems on which the kernel itself takes set-id bits and capabilities away from a file that is written to. It
+/// goes by the capabilities of who writes.
+const CLEARS_PRIVILEGES: [i64; 5] =
+    [libc::EXT4_SUPER_MAGIC, libc::XFS_SUPER_MAGIC, libc::BTRFS_SUPER_MAGIC, libc::TMPFS_MAGIC, libc::F2FS_SUPER_MAGIC];
+
 /// RAMFS_MAGIC of include/uapi/linux/magic.h.
 const RAMFS: i64 = 0x8584_58f6;
 
@@ -39,6 +44,8 @@ const RAMFS: i64 = 0x8584_58f6;
 pub struct HostFs {
     /// close(2) writes or reports something.
     pub flushes: bool,
+    /// A write clears set-id bits and capabilities.
+    pub clears_privileges: bool,
     /// It is in memory: nothing waits for a disk.
     pub in_memory: bool,
     /// A file that is open is as good as one that is opened now: open(2) asks no server and copies nothing up.
@@ -59,12 +66,13 @@ impl HostFs {
         let kind = fstatfs(fd).map_or(0, |st| st.f_type);
         let in_memory = matches!(kind, libc::TMPFS_MAGIC | RAMFS);
         let flushes = !LOCAL.contains(&kind);
+        let clears_privileges = CLEARS_PRIVILEGES.contains(&kind);
         let open_is_open = !flushes && kind != libc::OVERLAYFS_SUPER_MAGIC;
         let times_tell = TIMES_TELL.contains(&kind);
         let shares_blocks = kind == libc::XFS_SUPER_MAGIC;
         let copies_on_write = Stores::of(fd).is_ok_and(|stores| stores == Stores::Elsewhere);
         let silent = AtomicBool::new(in_memory);
-        Self { flushes, in_memory, open_is_open, times_tell, shares_blocks, copies_on_write, silent }
+        Self { flushes, clears_privileges, in_memory, open_is_open, times_tell, shares_blocks, copies_on_write, silent }
     }
 
     /// Reads what is in memory. `None` if some of it is not.

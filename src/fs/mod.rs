@@ -48,7 +48,7 @@ use crate::fuse::ops::{Control, Result, Session};
 use crate::window::{self, Window};
 pub use config::{CachePolicy, Config, FileHandles, Migration, MigrationMode, MigrationOnError, NoOpen, Offer};
 use handle::{Handles, Listings};
-use host::Hosts;
+use host::{HostFs, Hosts};
 use inode::Places;
 use inodes::Inodes;
 use lock::Locks;
@@ -153,6 +153,18 @@ impl PassthroughFs {
         self.session.load(Ordering::Relaxed) & flag.bits() != 0
     }
 
+    /// Whether the host takes set-id bits and capabilities away as the guest would. Not where the guest writes to a
+    /// DAX window, of which the host sees nothing.
+    fn clears_privileges(&self) -> bool {
+        !self.maps() && self.root_host().is_ok_and(|host| host.clears_privileges)
+    }
+
+    /// The file system of the shared directory.
+    fn root_host(&self) -> Result<Arc<HostFs>> {
+        let root = self.inodes.get(crate::fuse::abi::ROOT_ID)?;
+        root.with_fd(&self.places, |fd| Ok(self.hosts.get(root.key.dev, fd)))
+    }
+
     /// # Errors
     /// EROFS on a read-only share.
     fn writable(&self) -> Result<()> {
@@ -194,7 +206,7 @@ impl PassthroughFs {
             (c.readdirplus, InitFlags::DO_READDIRPLUS | InitFlags::READDIRPLUS_AUTO),
             (c.writeback, InitFlags::WRITEBACK_CACHE),
             (c.announce_submounts, InitFlags::SUBMOUNTS),
-            (c.killpriv_v2, InitFlags::HANDLE_KILLPRIV_V2),
+            (moved || c.killpriv_v2.unwrap_or_else(|| self.clears_privileges()), InitFlags::HANDLE_KILLPRIV_V2),
             (c.posix_lock, InitFlags::POSIX_LOCKS),
             (c.flock, InitFlags::FLOCK_LOCKS),
             (c.allow_mmap, InitFlags::DIRECT_IO_ALLOW_MMAP),

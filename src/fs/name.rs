@@ -73,13 +73,14 @@ impl PassthroughFs {
         if directory && inode.key.mount != parent.key.mount && self.has(InitFlags::SUBMOUNTS) {
             attr.flags |= ATTR_SUBMOUNT;
         }
+        let valid = self.attr_timeout(st);
         EntryOut {
             nodeid: inode.id,
             generation: 0,
             entry_valid: self.timeout.as_secs(),
-            attr_valid: self.timeout.as_secs(),
+            attr_valid: valid.as_secs(),
             entry_valid_nsec: self.timeout.subsec_nanos(),
-            attr_valid_nsec: self.timeout.subsec_nanos(),
+            attr_valid_nsec: valid.subsec_nanos(),
             attr,
         }
     }

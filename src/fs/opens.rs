@@ -11,7 +11,7 @@ use super::handle::{Handle, is_unopened};
 use super::host::HostFs;
 use super::inode::{Inode, Lent, Spare};
 use super::{CachePolicy, NoOpen, PassthroughFs, cred};
-use crate::fuse::abi::{InitFlags, ROOT_ID};
+use crate::fuse::abi::InitFlags;
 use crate::fuse::ops::Result;
 
 /// What a request does with its file.
@@ -54,8 +54,7 @@ impl PassthroughFs {
             return false;
         }
         // From now on the root's file system is known, which a FLUSH asks for.
-        let root = self.inodes.get(ROOT_ID);
-        let root = root.and_then(|root| root.with_fd(&self.places, |fd| Ok(self.hosts.get(root.key.dev, fd))));
+        let root = self.root_host();
         match (c.no_open, c.cache) {
             // Unless it matters when and by whom a file is opened: a server may have a say, or the file's mode.
             (NoOpen::Auto, CachePolicy::Always) => cred::overrides_modes() && root.is_ok_and(|root| !root.flushes),

@@ -518,7 +518,7 @@ fn set_id_bits_go_when_the_guest_says_so() {
     if !root() {
         return;
     }
-    let s = share(Config { killpriv_v2: true, ..Default::default() });
+    let s = share(Config { killpriv_v2: Some(true), ..Default::default() });
     s.put("f", b"data");
     let mode = || fs::metadata(s.dir.path().join("f")).unwrap().mode() & 0o7777;
     let set = || fs::set_permissions(s.dir.path().join("f"), fs::Permissions::from_mode(0o6755)).unwrap();
@@ -534,6 +534,16 @@ fn set_id_bits_go_when_the_guest_says_so() {
     let valid = (SetattrValid::SIZE | SetattrValid::KILL_SUIDGID).bits();
     s.fs.setattr(node, &SetattrIn { valid, size: 1, ..Default::default() }).unwrap();
     assert_eq!(mode(), 0o755);
+    set();
+    // A SETATTR that changes nothing.
+    set();
+    assert_eq!(s.lookup(c"f").unwrap().attr_valid, 0);
+    let out = s.fs.setattr(node, &SetattrIn::default()).unwrap();
+    assert_eq!((mode(), out.attr.mode & 0o7777), (0o755, 0o755));
+    assert_eq!(s.lookup(c"f").unwrap().attr_valid, 1);
+    fs::set_permissions(s.dir.path().join("f"), fs::Permissions::from_mode(0o2744)).unwrap();
+    s.fs.setattr(node, &SetattrIn::default()).unwrap();
+    assert_eq!(mode(), 0o2744);
     set();
     let truncating = OpenIn { flags: (libc::O_RDWR | libc::O_TRUNC) as u32, open_flags: OPEN_KILL_SUIDGID };
     answered::<OpenOut>(|reply| s.fs.open(node, &truncating, false, reply)).unwrap();

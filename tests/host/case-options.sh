@@ -80,3 +80,33 @@ owner_is() {
 
 case_options_uml() { options_case uml; }
 case_options_qemu() { options_case qemu; }
+
+# privileges KIND: set-user-ID and set-group-ID bits and file capabilities, in each cache mode, as on the guest's own tmpfs.
+privileges() {
+    local tag tags=() options counted
+    while read -r tag options; do
+        make_share "$tag"
+        read -ra options <<<"$options"
+        # The metrics are read after the guest's end.
+        start_daemon "$tag" "$work/$tag" --keep-alive --metrics-path "$work/sockets/$tag.metrics" "${options[@]}"
+        tags+=(--fs "$tag=$work/sockets/$tag")
+    done <<'END'
+auto --xattr
+always --xattr --cache=always
+metadata --xattr --cache=metadata --allow-mmap
+never --xattr --cache=never --allow-mmap
+writeback --xattr --writeback
+plain --cache=always
+mapped --cache=always --xattrmap=:map::user.virtiofs.:
+direct --xattr --allow-direct-io --no-open --cache=auto
+count --xattr --cache=always
+END
+    mkdir "$work/count/count"
+    guest privileges --kind "$1" --mem 768 "${tags[@]}" "$guest_dir/privileges.sh"
+    counted=$(requests count Getxattr)
+    note "$(requests count Write) writes: $counted GETXATTR"
+    # The guest asks when it first writes, and again when it has looked at the attributes anew.
+    ((counted <= 5)) || fail "1000 writes took $counted GETXATTR"
+    logs_are_clean "$work/daemons.logs"
+}
+case_privileges() { privileges uml; }
