@@ -12,6 +12,7 @@ use thruway::device;
 use thruway::fs::{self, FileHandles, PassthroughFs};
 use thruway::fuse::Server;
 use thruway::sandbox::{self, Entered, Sandbox, caps, limits, seccomp};
+use thruway::watch::Watch;
 use thruway::window::Window;
 use thruway::window::proxy::{self, Guard, GuardMode, Proxy};
 
@@ -65,6 +66,7 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     let window = start_window(options, proxy)?;
     let notifier = Arc::new(device::Notifier::new()?);
     let fs = start_fs(config, entered)?.with_window(window.clone()).with_notifier(notifier.clone());
+    let fs = fs.with_watch(start_watch())?;
     let server = Server::new(fs);
     let _pid_file = match asked {
         Some(bound) => {
@@ -129,6 +131,17 @@ fn start_proxy(options: &Options) -> Result<Option<Proxy>, Box<dyn Error>> {
 fn start_window(options: &Options, proxy: Option<Proxy>) -> Result<Option<Arc<Window>>, Box<dyn Error>> {
     let Some(proxy) = proxy else { return Ok(None) };
     Ok(Some(Window::new(options.dax_window.size, options.passthrough(), Arc::new(proxy))?))
+}
+
+/// Without a watch, the guest has ordinary timeouts.
+fn start_watch() -> Option<Watch> {
+    match Watch::new() {
+        Ok(watch) => Some(watch),
+        Err(e) => {
+            tracing::info!("the share is not watched for changes by others: {e}");
+            None
+        }
+    }
 }
 
 fn start_fs(config: fs::Config, entered: Entered) -> Result<PassthroughFs, Box<dyn Error>> {

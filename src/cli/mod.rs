@@ -131,6 +131,13 @@ pub struct Options {
     #[arg(long, require_equals = true, num_args = 0..=1, default_value = "auto", default_missing_value = "always")]
     pub no_open: NoOpen,
 
+    /// How long a guest that is told of the host's changes may keep names and attributes, in seconds; 0: as --cache says
+    ///
+    /// It needs the patches of guest-kernel in the guest. Some changes on the host cause no event: they are seen after
+    /// this time.
+    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = parse_seconds)]
+    pub lease_timeout: Duration,
+
     /// Let the guest collect writes in its page cache before it sends them
     #[arg(long)]
     pub writeback: bool,
@@ -617,6 +624,7 @@ impl Options {
             xattrmap: self.xattrmap.clone(),
             migration: self.migration(),
             max_inodes: self.max_inodes,
+            lease_timeout: self.lease_timeout,
             dax_min_size: self.dax_min_size,
             passthrough_min_size: self.passthrough_min_size,
         })

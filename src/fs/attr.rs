@@ -63,21 +63,22 @@ impl PassthroughFs {
     }
 
     /// How long the guest may use these attributes. If the host clears set-id bits, the guest does not hear of it: it
-    /// would still go by them when it executes the file.
-    pub(super) fn attr_timeout(&self, st: &Statx) -> Duration {
+    /// would still go by them when it executes the file. `leased`: the guest hears of changes by others.
+    pub(super) fn attr_timeout(&self, st: &Statx, leased: bool) -> Duration {
         let mode = u32::from(st.stx_mode);
         let set_id = mode & libc::S_IFMT == libc::S_IFREG && mode & (libc::S_ISUID | libc::S_ISGID) != 0;
-        if set_id && self.has(InitFlags::HANDLE_KILLPRIV_V2) { Duration::ZERO } else { self.timeout }
+        if set_id && self.has(InitFlags::HANDLE_KILLPRIV_V2) { Duration::ZERO } else { self.timeout_of(leased) }
     }
 
-    fn attr_out(&self, node: &Inode, st: &Statx) -> AttrOut {
-        let (size, valid) = (self.tell_size(node, st.stx_size), self.attr_timeout(st));
-        AttrOut {
-            attr_valid: valid.as_secs(),
-            attr_valid_nsec: valid.subsec_nanos(),
-            dummy: 0,
-            attr: Attr { size, ..self.attr(st) },
+    /// `leased`: the guest hears of changes.
+    fn attr_out(&self, node: &Inode, st: &Statx, leased: bool) -> AttrOut {
+        let size = self.tell_size(node, st.stx_size);
+        let valid = self.attr_timeout(st, leased);
+        let mut attr = Attr { size, ..self.attr(st) };
+        if leased {
+            attr.flags |= self.leased_flag(node, st, attr.flags);
         }
+        AttrOut { attr_valid: valid.as_secs(), attr_valid_nsec: valid.subsec_nanos(), dummy: 0, attr }
     }
 
     /// Runs `f` with the handle's descriptor or, without a handle, with an O_PATH one.
@@ -154,12 +155,12 @@ impl PassthroughFs {
 impl Attrs for PassthroughFs {
     fn getattr(&self, node: u64, fh: Option<u64>) -> Result<AttrOut> {
         let inode = self.inodes.get(node)?;
-        let st = match fh.filter(|fh| !self.has_no_handle(*fh)) {
-            Some(fh) => stat(self.handles.get(node, fh)?.fd(), c"")?,
-            None => inode.stat(&self.places)?,
-        };
+        let (st, leased) = self.look(&inode, || match fh.filter(|fh| !self.has_no_handle(*fh)) {
+            Some(fh) => stat(self.handles.get(node, fh)?.fd(), c""),
+            None => inode.stat(&self.places),
+        })?;
         self.saw(&inode, &st);
-        Ok(self.attr_out(&inode, &st))
+        Ok(self.attr_out(&inode, &st, leased))
     }
 
     fn setattr(&self, node: u64, attr: &SetattrIn) -> Result<AttrOut> {
@@ -168,7 +169,8 @@ impl Attrs for PassthroughFs {
         let inode = self.inodes.get(node)?;
         inode.with_fd(&self.places, |fd| {
             self.change(fd, attr, valid, &inode)?;
-            Ok(self.attr_out(&inode, &stat(fd, c"")?))
+            let (st, leased) = self.look(&inode, || stat(fd, c""))?;
+            Ok(self.attr_out(&inode, &st, leased))
         })
     }
 
@@ -177,16 +179,17 @@ impl Attrs for PassthroughFs {
         let flags = AtFlags::from_bits_truncate(flags) & sync | AtFlags::EMPTY_PATH;
         let mask = StatxFlags::from_bits_truncate(mask) & (StatxFlags::BASIC_STATS | StatxFlags::BTIME);
         let inode = self.inodes.get(node)?;
-        let st = self.with_either(&inode, fh, |fd| {
-            let st = statx(fd, c"", flags, mask | StatxFlags::BASIC_STATS)?;
-            self.saw(&inode, &st);
-            Ok(st)
+        let (st, leased) = self.look(&inode, || {
+            self.with_either(&inode, fh, |fd| statx(fd, c"", flags, mask | StatxFlags::BASIC_STATS))
         })?;
-        let (size, valid) = (self.tell_size(&inode, st.stx_size), self.attr_timeout(&st));
+        self.saw(&inode, &st);
+        let valid = self.attr_timeout(&st, leased);
+        let leased = if leased { self.leased_flag(&inode, &st, self.dax_flag(&st)) } else { 0 };
+        let size = self.tell_size(&inode, st.stx_size);
         Ok(StatxOut {
             attr_valid: valid.as_secs(),
             attr_valid_nsec: valid.subsec_nanos(),
-            flags: 0,
+            flags: leased,
             spare: [0; 2],
             stat: FuseStatx { size, ..self.fuse_statx(&st) },
         })

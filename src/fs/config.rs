@@ -6,6 +6,9 @@ use super::idmap::IdMap;
 use super::xattrmap::XattrMap;
 use crate::limits;
 
+/// The default of `--lease-timeout`. Changes of which the host does not tell are seen after this time at the latest.
+const LEASE_TIMEOUT: Duration = Duration::from_secs(60);
+
 /// How long the guest may use what it has cached (`--cache`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum CachePolicy {
@@ -133,6 +136,8 @@ pub struct Config {
     pub migration: Migration,
     /// The most inodes that the guest may know.
     pub max_inodes: usize,
+    /// How long a guest that hears of changes may keep what it knows (`--lease-timeout`). 0: as long as others.
+    pub lease_timeout: Duration,
     /// The smallest file that the guest is told to map (`--dax-min-size`), in bytes.
     pub dax_min_size: u64,
     /// Smallest file that gets passthrough (`--passthrough-min-size`), in bytes.
@@ -170,6 +175,7 @@ impl Default for Config {
                 trust_handles: false,
             },
             max_inodes: limits::INODES,
+            lease_timeout: LEASE_TIMEOUT,
             dax_min_size: 0,
             passthrough_min_size: 0,
         }

@@ -17,6 +17,7 @@ use super::contents::{Pages, Stamp};
 use super::fd::{FdPath, stat};
 use super::handle::Handle;
 use super::inode::{Inode, Spare};
+use super::lease::Found;
 use super::opens::{Opened, Use};
 use super::{CachePolicy, PassthroughFs, cred, sys};
 use crate::fuse::Reply;
@@ -236,16 +237,30 @@ impl PassthroughFs {
     }
 
     /// Enters and opens a new file.
-    fn enter_new(&self, parent: u64, file: OwnedFd, flags: u32, by: &Creator, reply: &mut Reply) -> Result<()> {
+    fn enter_new(
+        &self,
+        (parent, name): (u64, Option<&CStr>),
+        file: OwnedFd,
+        flags: u32,
+        by: &Creator,
+        reply: &mut Reply,
+    ) -> Result<()> {
         let parent = self.inodes.get(parent)?;
-        let st = stat(file.as_fd(), c"")?;
-        let place = match st.stx_nlink {
-            // It has no name, and so no handle opens it once it is closed.
-            0 if !self.gives_handles() => self.places.place_pinned(file.as_fd())?,
-            _ => self.places.place_open(file.as_fd())?,
-        };
-        let inode = self.inodes.learn(&st, place);
-        let entry = self.entry(&parent, &inode, &st);
+        let (inode, entry) = parent.with_fd(&self.places, |dir| {
+            let sight = self.sight(&parent, dir);
+            let st = stat(file.as_fd(), c"")?;
+            let place = match st.stx_nlink {
+                // It has no name, and so no handle opens it once it is closed.
+                0 if !self.gives_handles() => self.places.place_pinned(file.as_fd())?,
+                _ => self.places.place_open(file.as_fd())?,
+            };
+            let inode = self.inodes.learn(&st, place);
+            let entry = match name {
+                Some(name) => self.found(sight, Found { parent: &parent, dir, name }, &inode, st),
+                None => self.entry(&parent, &inode, &st),
+            };
+            Ok((inode, entry))
+        })?;
         let labelled = by.label.map_or(Ok(()), |(label, value)| self.label(inode.id, label, value));
         let out = move |open| CreateOut { entry, open };
         let opened = labelled.and_then(|()| self.opened(&inode, file, flags, reply, out));
@@ -378,7 +393,7 @@ impl Files for PassthroughFs {
             openat(dir, name, self.host_flags(create.flags) | new, mode)
         });
         match made {
-            Ok(file) => self.enter_new(parent, file, create.flags, by, reply).inspect_err(|_| {
+            Ok(file) => self.enter_new((parent, Some(name)), file, create.flags, by, reply).inspect_err(|_| {
                 let _ = self.within(parent, name, |_, dir| fs::unlinkat(dir, name, fs::AtFlags::empty()));
             }),
             Err(Errno::EXIST) if create.flags & libc::O_EXCL as u32 == 0 => {
@@ -399,7 +414,7 @@ impl Files for PassthroughFs {
             let mode = Mode::from_raw_mode(create.mode & 0o7777);
             openat(dir, c".", self.host_flags(create.flags) | OFlags::TMPFILE | excl, mode)
         })?;
-        self.enter_new(parent, file, create.flags, by, reply)
+        self.enter_new((parent, None), file, create.flags, by, reply)
     }
 
     fn read(&self, node: u64, read: &ReadIn, to: &IoRange, waits: bool) -> Result<Option<usize>> {

@@ -10,6 +10,7 @@ use rustix::io::Errno;
 use super::fd::reopen;
 use super::sys::{self, RawHandle};
 use crate::fuse::ops::Result;
+use crate::watch::FileId;
 
 /// A file handle and an open file of its mount.
 pub struct FileHandle {
@@ -18,6 +19,11 @@ pub struct FileHandle {
 }
 
 impl FileHandle {
+    /// By what the watch knows the file. `None` if the handle is too long.
+    pub fn file_id(&self) -> Option<FileId> {
+        FileId::new(self.raw.kind, &self.raw.data)
+    }
+
     pub fn open(&self, flags: OFlags) -> Result<OwnedFd> {
         sys::open_by_handle(self.mount.as_fd(), &self.raw, flags.bits() as i32)
     }

@@ -36,6 +36,16 @@ const TIMES_TELL: [i64; 3] = [libc::EXT4_SUPER_MAGIC, libc::XFS_SUPER_MAGIC, lib
 const CLEARS_PRIVILEGES: [i64; 5] =
     [libc::EXT4_SUPER_MAGIC, libc::XFS_SUPER_MAGIC, libc::BTRFS_SUPER_MAGIC, libc::TMPFS_MAGIC, libc::F2FS_SUPER_MAGIC];
 
+/// File systems that no other host changes, and whose files have handles by which fanotify(7) names them.
+const WATCHABLE: [i64; 5] = [
+    // ext2 and ext3 too.
+    libc::EXT4_SUPER_MAGIC,
+    libc::XFS_SUPER_MAGIC,
+    libc::BTRFS_SUPER_MAGIC,
+    libc::F2FS_SUPER_MAGIC,
+    libc::TMPFS_MAGIC,
+];
+
 /// RAMFS_MAGIC of include/uapi/linux/magic.h.
 const RAMFS: i64 = 0x8584_58f6;
 
@@ -52,6 +62,8 @@ pub struct HostFs {
     pub open_is_open: bool,
     /// Each change of a file's contents moves its change time. Nothing but this host's kernel changes files.
     pub times_tell: bool,
+    /// fanotify(7) reports all changes of it, and its file handles name files.
+    pub watchable: bool,
     /// A copy of a file may share its blocks.
     pub shares_blocks: bool,
     /// A store to a mapped page may take new blocks each time.
@@ -69,10 +81,21 @@ impl HostFs {
         let clears_privileges = CLEARS_PRIVILEGES.contains(&kind);
         let open_is_open = !flushes && kind != libc::OVERLAYFS_SUPER_MAGIC;
         let times_tell = TIMES_TELL.contains(&kind);
+        let watchable = WATCHABLE.contains(&kind);
         let shares_blocks = kind == libc::XFS_SUPER_MAGIC;
         let copies_on_write = Stores::of(fd).is_ok_and(|stores| stores == Stores::Elsewhere);
         let silent = AtomicBool::new(in_memory);
-        Self { flushes, clears_privileges, in_memory, open_is_open, times_tell, shares_blocks, copies_on_write, silent }
+        Self {
+            flushes,
+            clears_privileges,
+            in_memory,
+            open_is_open,
+            times_tell,
+            watchable,
+            shares_blocks,
+            copies_on_write,
+            silent,
+        }
     }
 
     /// Reads what is in memory. `None` if some of it is not.

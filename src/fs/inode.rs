@@ -16,8 +16,10 @@ use super::fd::{Birth, Key, identity, open_path, reopen, stat};
 use super::file_handle::{FileHandle, Mounts};
 use super::handle::{DirState, Listings};
 use super::kept::{GivenUp, Keeper, Kept};
+use super::sys;
 use crate::fuse::ops::Result;
 use crate::limits;
+use crate::watch::FileId;
 
 /// How to get at an inode's file.
 pub enum Place {
@@ -388,6 +390,15 @@ impl Inode {
         match &*self.place.read_recursive() {
             Place::Name(parent, name) => Some((parent.clone(), name.clone())),
             _ => None,
+        }
+    }
+
+    /// By what the watch knows the file, if that takes no system call for a name.
+    pub fn file_id(&self) -> Option<FileId> {
+        match &*self.place.read_recursive() {
+            Place::Fd(fd) => sys::file_id(fd.as_fd(), c"").ok(),
+            Place::Handle(handle) => handle.file_id(),
+            Place::Name(..) | Place::Lost => None,
         }
     }
 

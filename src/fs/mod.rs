@@ -14,6 +14,7 @@ pub mod idmap;
 mod inode;
 mod inodes;
 mod kept;
+mod lease;
 mod lock;
 mod mapping;
 mod migration;
@@ -45,12 +46,14 @@ use rustix::io::Errno;
 use crate::fuse::abi::InitFlags;
 use crate::fuse::notify::{Silent, Sink};
 use crate::fuse::ops::{Control, Result, Session};
+use crate::watch::Watch;
 use crate::window::{self, Window};
 pub use config::{CachePolicy, Config, FileHandles, Migration, MigrationMode, MigrationOnError, NoOpen, Offer};
 use handle::{Handles, Listings};
 use host::{HostFs, Hosts};
 use inode::Places;
 use inodes::Inodes;
+use lease::{Leases, Teller};
 use lock::Locks;
 #[cfg(test)]
 pub(crate) use sys::{file_id, truncate};
@@ -77,6 +80,7 @@ pub struct PassthroughFs {
     notifier: Arc<dyn Sink>,
     /// The clock of file times. Tests have another.
     clock: fn() -> Timespec,
+    leases: Leases,
 }
 
 impl PassthroughFs {
@@ -124,6 +128,7 @@ impl PassthroughFs {
             window: None,
             notifier: Arc::new(Silent),
             clock: sys::file_clock,
+            leases: Leases::default(),
             config,
         })
     }
@@ -131,6 +136,25 @@ impl PassthroughFs {
     /// Lets the guest be told of changes by others.
     pub fn with_notifier(self, notifier: Arc<dyn Sink>) -> Self {
         Self { notifier, ..self }
+    }
+
+    /// Tells the guest of changes by others. The notifier must be known.
+    ///
+    /// # Errors
+    /// If there is no thread.
+    pub fn with_watch(mut self, watch: Option<Watch>) -> io::Result<Self> {
+        if let Some(watch) = &watch {
+            watch.start(Arc::new(Teller(self.notifier.clone())))?;
+        }
+        self.leases.watch = watch;
+        Ok(self)
+    }
+
+    #[cfg(test)]
+    fn with_stepped_watch(mut self, watch: Watch, step: impl Fn(crate::watch::Step) + Send + 'static) -> Self {
+        watch.start_stepped(Arc::new(Teller(self.notifier.clone())), step).unwrap();
+        self.leases.watch = Some(watch);
+        self
     }
 
     /// Lets the guest map files.
@@ -235,6 +259,9 @@ impl PassthroughFs {
                 wanted -= InitFlags::ATOMIC_O_TRUNC;
             }
         }
+        // The target of a migration learns only later that the guest takes notifications.
+        let leases = if moved { self.leases.watch.is_some() } else { self.offers_leases() };
+        wanted.set(InitFlags::LEASES, leases);
         let flags = wanted & offered;
         self.session.store(flags.bits(), Ordering::Relaxed);
         Ok(Session { flags, map_alignment: window::RANGE_SHIFT })
@@ -254,6 +281,9 @@ impl Control for PassthroughFs {
         self.locks.clear();
         self.handles.clear();
         self.inodes.clear();
+        if let Some(watch) = &self.leases.watch {
+            watch.clear();
+        }
         if let Some(window) = &self.window {
             window.reset();
         }
@@ -278,7 +308,10 @@ impl Control for PassthroughFs {
         if flags.contains(InitFlags::PASSTHROUGH_SHM) {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "the source's guest has window passthrough"));
         }
-        self.load_state(flags, state).inspect_err(|_| self.destroy())
+        self.load_state(flags, state).inspect_err(|_| self.destroy())?;
+        // What the source has seen and not told is lost.
+        self.notifier.inc_epoch();
+        Ok(())
     }
 }
 

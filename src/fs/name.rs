@@ -15,6 +15,7 @@ use super::attr::decode_rdev;
 use super::cred::Identity;
 use super::fd::{FdPath, open_path, stat};
 use super::inode::{Inode, Place};
+use super::lease::{Found, Point, Sight, at};
 use super::path::is_name;
 use crate::fuse::abi::*;
 use crate::fuse::ops::{Creator, Names, Result};
@@ -45,15 +46,19 @@ impl PassthroughFs {
 
     /// The entry `name`, with one more reference for the guest. With `lazy`, the file is not opened.
     pub(super) fn enter(&self, parent: &Arc<Inode>, dir: BorrowedFd, name: &CStr, lazy: bool) -> Result<EntryOut> {
+        let sight = self.sight(parent, dir);
+        let found = Found { parent, dir, name };
+        at(Point::BeforeStat);
         let st = stat(dir, name)?;
+        at(Point::AfterStat);
         if let Some(inode) = self.inodes.known(&st) {
             inode.moved(parent, name);
-            return Ok(self.entry(parent, &inode, &st));
+            return Ok(self.found(sight, found, &inode, st));
         }
         self.inodes.have_room()?;
         if lazy {
             let inode = self.inodes.learn(&st, Place::Name(parent.clone(), name.into()));
-            return Ok(self.entry(parent, &inode, &st));
+            return Ok(self.found(sight, found, &inode, st));
         }
         let fd = open_path(dir, name)?;
         let st = stat(fd.as_fd(), c"")?;
@@ -62,7 +67,21 @@ impl PassthroughFs {
         if let Some(fd) = spare {
             inode.keep(&self.places, fd, false);
         }
-        Ok(self.entry(parent, &inode, &st))
+        Ok(self.found(sight, found, &inode, st))
+    }
+
+    /// An entry with leases, as far as the file and its name are watched.
+    pub(super) fn found(&self, sight: Sight, found: Found, inode: &Arc<Inode>, mut st: Statx) -> EntryOut {
+        let covered = self.covers(sight, found, inode, &mut st);
+        let (names, attrs) = (self.name_timeout(sight), self.attr_timeout(&st, covered));
+        let mut entry = self.entry(found.parent, inode, &st);
+        if covered {
+            entry.attr.flags |= self.leased_flag(inode, &st, entry.attr.flags);
+        }
+        (entry.entry_valid, entry.entry_valid_nsec) = (names.as_secs(), names.subsec_nanos());
+        (entry.attr_valid, entry.attr_valid_nsec) = (attrs.as_secs(), attrs.subsec_nanos());
+        at(Point::BeforeReply);
+        entry
     }
 
     pub(super) fn entry(&self, parent: &Inode, inode: &Arc<Inode>, st: &Statx) -> EntryOut {
@@ -73,7 +92,7 @@ impl PassthroughFs {
         if directory && inode.key.mount != parent.key.mount && self.has(InitFlags::SUBMOUNTS) {
             attr.flags |= ATTR_SUBMOUNT;
         }
-        let valid = self.attr_timeout(st);
+        let valid = self.attr_timeout(st, false);
         EntryOut {
             nodeid: inode.id,
             generation: 0,
@@ -86,8 +105,9 @@ impl PassthroughFs {
     }
 
     /// Tells the guest that there is no such name, and for how long it may believe that. Nodeid 0 means ENOENT.
-    fn missing(&self) -> EntryOut {
+    fn missing(&self, leased: bool) -> EntryOut {
         let valid = self.config.negative_timeout;
+        let valid = if leased { valid.max(self.config.lease_timeout) } else { valid };
         EntryOut { entry_valid: valid.as_secs(), entry_valid_nsec: valid.subsec_nanos(), ..EntryOut::default() }
     }
 
@@ -131,6 +151,16 @@ impl PassthroughFs {
         })
     }
 
+    /// The guest has moved a file to this place. It takes its leases along.
+    fn follow(&self, sight: Sight, dir: BorrowedFd, name: &CStr, parent: u64) {
+        if !sight.named {
+            self.notifier.inval_entry(parent, name.to_bytes());
+        }
+        if let Some(inode) = stat(dir, name).ok().and_then(|st| self.inodes.peek(&st)) {
+            self.has_moved(&inode, parent);
+        }
+    }
+
     fn remove(&self, parent: u64, name: &CStr, flags: AtFlags) -> Result<()> {
         self.writable()?;
         self.within(parent, name, |_, dir| {
@@ -142,14 +172,20 @@ impl PassthroughFs {
 
 impl Names for PassthroughFs {
     fn lookup(&self, parent: u64, name: &CStr) -> Result<EntryOut> {
-        match self.within(parent, name, |parent, dir| self.enter(parent, dir, name, false)) {
-            Err(Errno::NOENT) if !self.config.negative_timeout.is_zero() => Ok(self.missing()),
-            found => found,
-        }
+        self.within(parent, name, |parent, dir| {
+            let leased = self.sight(parent, dir).named && self.has(InitFlags::LEASES);
+            match self.enter(parent, dir, name, false) {
+                Err(Errno::NOENT) if leased || !self.config.negative_timeout.is_zero() => Ok(self.missing(leased)),
+                found => found,
+            }
+        })
     }
 
     fn forget(&self, node: u64, nlookup: u64) {
+        let marked = self.watch().is_some_and(|watch| watch.is_marked(node));
+        let inode = if marked { self.inodes.get(node).ok() } else { None };
         self.inodes.forget(node, nlookup);
+        self.forgot(node, inode.as_ref());
         if let Some(pass) = self.passing().filter(|_| self.inodes.get(node).is_err()) {
             pass.forget(node);
         }
@@ -191,12 +227,21 @@ impl Names for PassthroughFs {
         if !RENAMES.contains(flags) {
             return Err(Errno::INVAL);
         }
-        self.within(parent, name, |_, dir| {
-            self.within(newparent, newname, |_, newdir| {
+        self.within(parent, name, |old, dir| {
+            self.within(newparent, newname, |new, newdir| {
+                // Whatever moves into it is watched then.
+                let moves = self.watch().map(|_| (self.sight(old, dir), self.sight(new, newdir)));
                 self.inodes.pin(&self.places, dir, name, false);
                 self.inodes.pin(&self.places, newdir, newname, !flags.contains(RenameFlags::EXCHANGE));
                 let _identity = flags.contains(RenameFlags::WHITEOUT).then(|| self.act_trusted(by)).transpose()?;
-                renameat_with(dir, name, newdir, newname, flags)
+                renameat_with(dir, name, newdir, newname, flags)?;
+                if let Some((from, to)) = moves {
+                    self.follow(to, newdir, newname, new.id);
+                    if flags.contains(RenameFlags::EXCHANGE) {
+                        self.follow(from, dir, name, old.id);
+                    }
+                }
+                Ok(())
             })
         })
     }

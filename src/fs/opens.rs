@@ -75,7 +75,8 @@ impl PassthroughFs {
 
     /// Whether a request with this `fh` has no handle, and may have none.
     pub(super) fn has_no_handle(&self, fh: u64) -> bool {
-        is_unopened(fh) && !(self.gives_handles() && self.gives_dir_handles())
+        let may_have_none = !(self.gives_handles() && self.gives_dir_handles()) || self.has(InitFlags::LEASES);
+        is_unopened(fh) && may_have_none
     }
 
     /// Runs `f` with a request's open file. `flags`: those of the guest's open file. `patient`: the thread may wait for

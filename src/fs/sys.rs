@@ -11,7 +11,6 @@ use rustix::thread::{Pid, UnshareFlags, unshare_unsafe};
 use serde::{Deserialize, Serialize};
 
 use crate::fuse::buf::{IOV_MAX, IoRange};
-#[cfg(test)]
 use crate::watch::FileId;
 
 type Result<T> = std::result::Result<T, Errno>;
@@ -122,7 +121,6 @@ pub fn name_to_handle(fd: BorrowedFd) -> Result<(RawHandle, i32)> {
 ///
 /// # Errors
 /// Those of name_to_handle_at(2); EOVERFLOW for a handle that is too long.
-#[cfg(test)]
 pub fn file_id(fd: BorrowedFd, name: &CStr) -> Result<FileId> {
     let (handle, _) = handle_at(fd, name)?;
     let data = handle.data.get(..handle.bytes as usize).ok_or(Errno::OVERFLOW)?;

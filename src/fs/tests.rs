@@ -27,6 +27,7 @@ use crate::window::proxy::{Event, Kind, Opened};
 use crate::window::{Frontend, Mapping, ProxyFiles, RANGE, Window};
 
 mod contents;
+pub(super) mod lease;
 
 pub(super) struct Share {
     pub dir: TempDir,

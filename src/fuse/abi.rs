@@ -128,6 +128,8 @@ bitflags::bitflags! {
         const DIRECT_IO_ALLOW_MMAP = 1 << 36;
         const PASSTHROUGH = 1 << 37;
         const ALLOW_IDMAP = 1 << 40;
+        /// Leases (docs/protocol.md). Not Linux's.
+        const LEASES = 1 << 61;
         /// Window passthrough (docs/protocol.md). Not Linux's.
         const PASSTHROUGH_SHM = 1 << 62;
     }
@@ -158,6 +160,8 @@ bitflags::bitflags! {
         const NOFLUSH = 1 << 5;
         const PARALLEL_DIRECT_WRITES = 1 << 6;
         const PASSTHROUGH = 1 << 7;
+        /// The guest sends no RELEASE (docs/protocol.md). Not Linux's.
+        const LEASED = 1 << 31;
     }
 }
 
@@ -193,6 +197,8 @@ pub const EXPIRE_ONLY: u32 = 1 << 0;
 pub const ATTR_SUBMOUNT: u32 = 1 << 0;
 /// Attribute flag: a guest that mounted with dax=inode uses the DAX window for the file.
 pub const ATTR_DAX: u32 = 1 << 1;
+/// Attribute flag: the file may be opened without a message (docs/protocol.md). Not Linux's.
+pub const ATTR_LEASED: u32 = 1 << 31;
 /// SETUPMAPPING: the guest may write too.
 pub const SETUPMAPPING_WRITE: u64 = 1 << 0;
 /// SETUPMAPPING: for window passthrough (docs/protocol.md). Not Linux's.

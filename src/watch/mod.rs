@@ -157,7 +157,7 @@ impl Watch {
         Self::with_limits(limits::WATCHES, limits::LEASES)
     }
 
-    fn with_limits(most_marks: usize, most_nodes: usize) -> io::Result<Self> {
+    pub(crate) fn with_limits(most_marks: usize, most_nodes: usize) -> io::Result<Self> {
         let shared = Shared {
             group: sys::init()?,
             end: eventfd(0, EventfdFlags::CLOEXEC)?,
@@ -182,7 +182,11 @@ impl Watch {
         self.start_stepped(listener, |_| {})
     }
 
-    fn start_stepped(&self, listener: Arc<dyn Listener>, step: impl Fn(Step) + Send + 'static) -> io::Result<()> {
+    pub(crate) fn start_stepped(
+        &self,
+        listener: Arc<dyn Listener>,
+        step: impl Fn(Step) + Send + 'static,
+    ) -> io::Result<()> {
         let shared = self.shared.clone();
         let thread = thread::Builder::new().name("thruway-watch".into());
         thread.spawn(move || shared.run(&*listener, &step)).map(drop)
@@ -211,9 +215,8 @@ impl Watch {
     /// Enters a node, unless it is there. Whether it is now: there is a limit.
     pub fn add(&self, node: u64, file: FileId) -> bool {
         let mut table = self.shared.table.write();
-        let refused = table.len() >= self.shared.most_nodes || self.shared.failed.load(Ordering::Relaxed);
         if !table.has(node) {
-            if refused {
+            if !self.has_room(&table) {
                 return false;
             }
             table.add(node, file);
@@ -221,14 +224,49 @@ impl Watch {
         true
     }
 
-    /// Notes that a file was found in a directory. Its events show changes of the file from now on.
-    pub fn found(&self, node: u64, dir: u64) {
-        self.shared.table.write().found(node, dir);
+    /// Notes that a file was found in a marked directory, whose events show the file's changes from now on. `handled`:
+    /// [`handled`](Self::handled) from before the file was looked at. `file` is asked if the node is new. Whether the
+    /// file's attributes may be trusted that were read between then and now.
+    pub fn found(&self, node: u64, dir: u64, handled: u64, file: impl FnOnce() -> Option<FileId>) -> bool {
+        let new = {
+            let table = self.shared.table.read();
+            if table.is_in(node, dir) {
+                return true;
+            }
+            !table.has(node)
+        };
+        let file = if new { file() } else { None };
+        let mut table = self.shared.table.write();
+        // An event that was taken up meanwhile may be that the file has left, or has changed.
+        if self.handled() != handled {
+            return false;
+        }
+        match file {
+            Some(file) if !table.has(node) && self.has_room(&table) => table.add(node, file),
+            _ if !table.has(node) => return false,
+            _ => {}
+        }
+        table.found(node, dir);
+        true
     }
 
-    /// Notes that a file has left its directory. The caller tells the guest.
-    pub fn lost(&self, node: u64) {
-        self.found(node, 0);
+    /// Notes that the guest has moved a file, to a directory that is marked or to another one. The attributes that it
+    /// knows are not to be trusted any longer if this is false.
+    pub fn moved(&self, node: u64, dir: u64) -> bool {
+        let mut table = self.shared.table.write();
+        let dir = if table.is_marked(dir) { dir } else { 0 };
+        let before = table.cover(node);
+        table.found(node, dir);
+        table.cover(node) == before
+    }
+
+    fn has_room(&self, table: &Table) -> bool {
+        table.len() < self.shared.most_nodes && !self.shared.failed.load(Ordering::Relaxed)
+    }
+
+    /// Whether the node's own mark is there.
+    pub fn is_marked(&self, node: u64) -> bool {
+        self.shared.table.read().is_marked(node)
     }
 
     /// Marks a node's file. What is read of it afterwards may be trusted.
@@ -363,35 +401,55 @@ impl Shared {
                 self.handled.fetch_add(1, Ordering::SeqCst);
             }
             step(Step::Counted);
-            self.follow(&event);
+            self.follow(&event, listener);
             self.tell(&event, own, listener);
         }
     }
 
     /// Notes where files have gone. This comes before the guest is told: it may ask again at once.
-    fn follow(&self, event: &Event) {
+    fn follow(&self, event: &Event, listener: &dyn Listener) {
         if event.mask & (libc::FAN_DELETE | libc::FAN_RENAME) == 0 || event.mask & libc::FAN_ONDIR != 0 {
             return;
         }
         let mut table = self.table.write();
         let marked = |table: &Table, dir| table.of(dir).iter().copied().find(|dir| table.is_marked(*dir));
+        let mut bare = Vec::new();
         for node in table.of(event.object).to_vec() {
+            let before = table.cover(node);
             if event.mask & libc::FAN_RENAME != 0 {
                 let dir = marked(&table, event.to.dir).unwrap_or(0);
                 table.found(node, dir);
             } else if table.of(event.place.dir).iter().any(|dir| table.is_in(node, *dir)) {
                 table.found(node, 0);
             }
+            if table.cover(node) != before && before != Cover::Not {
+                bare.push(node);
+            }
         }
+        drop(table);
+        // The guest has moved it, and a lookup at the same time has found it at its old place: further changes will
+        // not be seen.
+        bare.iter().filter(|_| event.pid == self.own).for_each(|node| listener.node_changed(*node, true));
     }
 
     fn tell(&self, event: &Event, own: bool, listener: &dyn Listener) {
         // Collected first: the listener must not be called with the table locked.
-        let (nodes, dirs, to) = {
+        let (nodes, dirs, to, disturbed) = {
             let table = self.table.read();
             let of = |file| table.of(file).to_vec();
-            (of(event.object), of(event.place.dir), of(event.to.dir))
+            let dirs = of(event.place.dir);
+            let disturbed = dirs.iter().any(|dir| table.is_disturbed(*dir));
+            (of(event.object), dirs, of(event.to.dir), disturbed)
         };
+        if !own && event.mask & NAMES != 0 {
+            let mut table = self.table.write();
+            [event.place.dir, event.to.dir].into_iter().for_each(|dir| table.disturb(dir));
+        }
+        // The guest has moved a file, perhaps another one than it believed: before it heard of it, others may have put
+        // this one in its place.
+        if own && event.mask & libc::FAN_RENAME != 0 && disturbed {
+            to.iter().for_each(|dir| listener.name_changed(*dir, event.to.name));
+        }
         // The guest has one number for a file that it changes. It knows nothing of its other numbers.
         let told = |nodes: &[u64]| !own || nodes.len() > 1;
         if event.mask & NAMES != 0 {

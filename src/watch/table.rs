@@ -42,6 +42,8 @@ struct Node {
     /// The directory that a file was found in, and the generation of that knowledge. 0: not known.
     dir: u64,
     generation: u32,
+    /// Others have changed names in it.
+    disturbed: bool,
 }
 
 /// The nodes of one file. The guest knows a file by several nodeids if the share has it in several mounts.
@@ -112,7 +114,7 @@ impl Table {
         if self.nodes.contains_key(&node) {
             return;
         }
-        self.nodes.insert(node, Node { file, marked: false, dir: 0, generation: 0 });
+        self.nodes.insert(node, Node { file, marked: false, dir: 0, generation: 0, disturbed: false });
         match self.files.get_mut(&file) {
             None => drop(self.files.insert(file, Nodes::One(node))),
             Some(nodes) => {
@@ -130,6 +132,20 @@ impl Table {
         if let Some(node) = self.nodes.get_mut(&node) {
             (node.dir, node.generation) = (dir, generation);
         }
+    }
+
+    /// Notes that others have changed names in a directory.
+    pub fn disturb(&mut self, file: Option<FileId>) {
+        for node in self.of(file).to_vec() {
+            if let Some(node) = self.nodes.get_mut(&node) {
+                node.disturbed = true;
+            }
+        }
+    }
+
+    /// Whether others have changed names in a directory.
+    pub fn is_disturbed(&self, node: u64) -> bool {
+        self.nodes.get(&node).is_some_and(|node| node.disturbed)
     }
 
     pub fn set_marked(&mut self, node: u64, marked: bool) {

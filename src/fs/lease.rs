@@ -1,0 +1,247 @@
+//! Leases: what the guest may keep, since it is told when the host changes it (docs/protocol.md, "Leases").
+//!
+//! The watch must see a file before its attributes are read, or it must be certain that it has missed nothing meanwhile
+//! (src/watch). A [`Sight`] is taken before a name is looked at.
+
+use std::ffi::CStr;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use rustix::fs::{Statx, StatxAttributes};
+
+use super::fd::{FdPath, open_path, stat};
+use super::inode::Inode;
+use super::{CachePolicy, PassthroughFs, cred, sys};
+use crate::fuse::abi::{ATTR_DAX, ATTR_LEASED, InitFlags};
+use crate::fuse::notify::Sink;
+use crate::watch::{Cover, FileId, Listener, Target, Watch};
+
+/// Takes what the watch says to the guest.
+pub(super) struct Teller(pub Arc<dyn Sink>);
+
+impl Listener for Teller {
+    fn node_changed(&self, node: u64, contents: bool) {
+        self.0.inval_inode(node, contents);
+    }
+
+    fn name_changed(&self, dir: u64, name: &[u8]) {
+        self.0.inval_entry(dir, name);
+    }
+
+    fn all_changed(&self) {
+        self.0.inc_epoch();
+    }
+}
+
+/// The watch.
+#[derive(Default)]
+pub(super) struct Leases {
+    pub watch: Option<Watch>,
+    /// It has been said that a file system cannot be watched.
+    said: AtomicBool,
+}
+
+/// What was watched before a name was looked at.
+#[derive(Clone, Copy)]
+pub(super) struct Sight {
+    /// Events that were handled, in a session that has a watch.
+    handled: Option<u64>,
+    /// The directory is marked.
+    pub named: bool,
+}
+
+/// Where a file was found.
+#[derive(Clone, Copy)]
+pub(super) struct Found<'a> {
+    pub parent: &'a Arc<Inode>,
+    pub dir: BorrowedFd<'a>,
+    pub name: &'a CStr,
+}
+
+/// A point at which a test may step in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Point {
+    /// What is watched is known, and nothing was looked at.
+    BeforeStat,
+    AfterStat,
+    /// The node has its number, and the watch does not know it.
+    BeforeTable,
+    BeforeReply,
+}
+
+#[cfg(not(test))]
+pub(super) fn at(_point: Point) {}
+
+#[cfg(test)]
+pub(super) fn at(point: Point) {
+    super::tests::lease::at(point);
+}
+
+fn ctime(st: &Statx) -> (i64, u32) {
+    (st.stx_ctime.tv_sec, st.stx_ctime.tv_nsec)
+}
+
+impl PassthroughFs {
+    /// The watch, if the guest is to be told of changes.
+    pub(super) fn watch(&self) -> Option<&Watch> {
+        self.leases.watch.as_ref().filter(|_| self.notifier.is_open())
+    }
+
+    /// Whether the guest has leases in this session.
+    fn leases(&self) -> bool {
+        self.has(InitFlags::LEASES)
+    }
+
+    /// Whether the session is to have leases.
+    pub(super) fn offers_leases(&self) -> bool {
+        self.watch().is_some() && !self.config.lease_timeout.is_zero() && self.config.cache != CachePolicy::Never
+    }
+
+    /// To be called before a name in this directory is looked at.
+    pub(super) fn sight(&self, parent: &Arc<Inode>, dir: BorrowedFd) -> Sight {
+        let Some(watch) = self.watch() else { return Sight { handled: None, named: false } };
+        let handled = Some(watch.handled());
+        Sight { handled, named: watch.is_marked(parent.id) || self.mark(watch, parent, dir) }
+    }
+
+    /// Marks a file by an O_PATH descriptor. Whether it is marked now.
+    fn mark(&self, watch: &Watch, inode: &Inode, fd: BorrowedFd) -> bool {
+        if !self.is_watchable(inode, fd) {
+            return false;
+        }
+        let Ok(file) = sys::file_id(fd, c"") else { return false };
+        let directory = inode.format() == libc::S_IFDIR;
+        watch.mark(inode.id, file, Target { dir: None, path: FdPath::new(fd).as_cstr(), directory }).is_ok()
+    }
+
+    /// Whether the kernel reports all changes of this file's file system.
+    fn is_watchable(&self, inode: &Inode, fd: BorrowedFd) -> bool {
+        let host = self.hosts.get(inode.key.dev, fd);
+        if !host.watchable && !self.leases.said.swap(true, Ordering::Relaxed) {
+            tracing::info!(
+                "a file system of the share cannot be watched for changes by others (only ext2, ext3, ext4, XFS, \
+                 Btrfs, F2FS and tmpfs can): the guest uses the timeouts of --cache for it"
+            );
+        }
+        host.watchable
+    }
+
+    /// Whether the attributes of a file that was just found may be leased. Reads them again if it was not watched
+    /// before.
+    pub(super) fn covers(&self, sight: Sight, found: Found, inode: &Arc<Inode>, st: &mut Statx) -> bool {
+        let (Some(watch), Some(handled)) = (self.watch(), sight.handled) else { return false };
+        at(Point::BeforeTable);
+        let here = (inode.key.mount, inode.key.dev) == (found.parent.key.mount, found.parent.key.dev);
+        if inode.format() != libc::S_IFDIR && st.stx_nlink == 1 && here {
+            let id = || self.file_id(found, inode, st);
+            return sight.named && watch.found(inode.id, found.parent.id, handled, id);
+        }
+        let marked = watch.is_marked(inode.id) || self.mark_found(watch, found, inode);
+        // They may be from before the mark.
+        let again = if marked { stat(found.dir, found.name) } else { return false };
+        match again {
+            Ok(again) if inode.is_of(&again) => {
+                *st = again;
+                true
+            }
+            _ => false,
+        }
+    }
+
+    fn mark_found(&self, watch: &Watch, found: Found, inode: &Arc<Inode>) -> bool {
+        let Ok(fd) = open_path(found.dir, found.name) else { return false };
+        let same = stat(fd.as_fd(), c"").is_ok_and(|st| inode.is_of(&st));
+        same && self.mark(watch, inode, fd.as_fd())
+    }
+
+    /// By what the watch knows a file.
+    fn file_id(&self, found: Found, inode: &Arc<Inode>, st: &Statx) -> Option<FileId> {
+        if let Some(file) = inode.file_id() {
+            return Some(file);
+        }
+        let file = sys::file_id(found.dir, found.name).ok()?;
+        // If the name led to another file for a moment, this file was renamed, which changes its ctime.
+        let again = stat(found.dir, found.name).ok()?;
+        (inode.is_of(&again) && ctime(&again) == ctime(st)).then_some(file)
+    }
+
+    /// The attributes of a known file, and whether they may be leased. `look` reads them.
+    pub(super) fn look<E>(
+        &self,
+        inode: &Arc<Inode>,
+        look: impl Fn() -> std::result::Result<Statx, E>,
+    ) -> std::result::Result<(Statx, bool), E> {
+        let Some(watch) = self.watch() else { return Ok((look()?, false)) };
+        let cover = watch.cover(inode.id);
+        at(Point::BeforeStat);
+        let st = look()?;
+        at(Point::AfterStat);
+        match cover {
+            Cover::Itself => return Ok((st, true)),
+            Cover::ByDirectory if st.stx_nlink == 1 => return Ok((st, true)),
+            _ => {}
+        }
+        let several = st.stx_nlink > 1;
+        if !several && inode.format() != libc::S_IFDIR {
+            // Where it is now is learned by a lookup.
+            return Ok((st, false));
+        }
+        let marked = inode.with_fd(&self.places, |fd| Ok(self.mark(watch, inode, fd)));
+        if marked == Ok(true) { Ok((look()?, true)) } else { Ok((st, false)) }
+    }
+
+    /// How long a name may be kept.
+    pub(super) fn name_timeout(&self, sight: Sight) -> Duration {
+        self.timeout_of(sight.named)
+    }
+
+    /// How long something may be kept. `leased`: the guest hears of changes.
+    pub(super) fn timeout_of(&self, leased: bool) -> Duration {
+        if leased && self.leases() { self.timeout.max(self.config.lease_timeout) } else { self.timeout }
+    }
+
+    /// ATTR_LEASED if the guest may open a file with these leased attributes without a message. `flags`: others that it
+    /// has.
+    pub(super) fn leased_flag(&self, inode: &Inode, st: &Statx, flags: u32) -> u32 {
+        let c = &self.config;
+        let cached = matches!(c.cache, CachePolicy::Auto | CachePolicy::Always);
+        if !self.leases() || !cached || c.posix_lock || c.flock || !cred::overrides_modes() {
+            return 0;
+        }
+        let fixed = st.stx_attributes.intersects(StatxAttributes::IMMUTABLE | StatxAttributes::APPEND);
+        let worth = match inode.format() {
+            libc::S_IFDIR => true,
+            // A file in a window has its own rules, and with a write-back cache the guest decides on times.
+            libc::S_IFREG => self.window.is_none() && !c.writeback && flags & ATTR_DAX == 0 && !fixed,
+            _ => false,
+        };
+        if worth { ATTR_LEASED } else { 0 }
+    }
+
+    /// The guest has moved a file to this directory.
+    pub(super) fn has_moved(&self, inode: &Inode, parent: u64) {
+        let Some(watch) = self.watch() else { return };
+        if inode.format() != libc::S_IFDIR && watch.has(inode.id) && !watch.moved(inode.id, parent) {
+            self.notifier.inval_inode(inode.id, true);
+        }
+    }
+
+    /// The guest has forgotten references to a node. `inode`: the node before that, if it is marked.
+    pub(super) fn forgot(&self, node: u64, inode: Option<&Arc<Inode>>) {
+        let Some(watch) = self.watch() else { return };
+        if self.inodes.get(node).is_ok() {
+            return;
+        }
+        watch.forget(node, |unmark| {
+            let Some(inode) = inode else { return };
+            let directory = inode.format() == libc::S_IFDIR;
+            // The mark of a file that is gone went with it.
+            let _ = inode.with_fd(&self.places, |fd| {
+                unmark(Target { dir: None, path: FdPath::new(fd).as_cstr(), directory });
+                Ok(())
+            });
+        });
+    }
+}

@@ -1,0 +1,598 @@
+//! Leases: a guest that keeps what it is granted, and a host that changes files at the worst moments.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use parking_lot::{Condvar, Mutex};
+use rustix::fs::CWD;
+
+use super::*;
+use crate::fs::lease::Point;
+use crate::fuse::notify::{Notification, Sink};
+use crate::watch::tests::{Host, LONG, c_path, make, places};
+use crate::watch::{Step, Watch};
+
+/// What a guest is told.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Told {
+    Inode(u64, bool),
+    Entry(u64, CString),
+    Epoch,
+}
+
+/// The guest's notification queue.
+#[derive(Default)]
+struct Queue {
+    told: Mutex<Vec<Told>>,
+    changed: Condvar,
+    /// The watch's thread stays at its next step while this is set.
+    held: AtomicBool,
+    closed: AtomicBool,
+}
+
+impl Queue {
+    fn hold(&self, held: bool) {
+        self.held.store(held, Ordering::SeqCst);
+        drop(self.told.lock());
+        self.changed.notify_all();
+    }
+
+    fn pass(&self) {
+        let mut told = self.told.lock();
+        while self.held.load(Ordering::SeqCst) {
+            self.changed.wait(&mut told);
+        }
+    }
+}
+
+impl Sink for Queue {
+    fn is_open(&self) -> bool {
+        !self.closed.load(Ordering::SeqCst)
+    }
+
+    fn notify(&self, notification: Notification) {
+        self.pass();
+        let told = match notification {
+            Notification::InvalInode { nodeid, contents } => Told::Inode(nodeid, contents),
+            Notification::InvalEntry { parent, name } => Told::Entry(parent, CString::new(name).unwrap()),
+            Notification::IncEpoch => Told::Epoch,
+            other => panic!("{other:?}"),
+        };
+        self.told.lock().push(told);
+        self.changed.notify_all();
+    }
+
+    fn clear(&self) {
+        self.told.lock().clear();
+    }
+}
+
+type Hook = Rc<dyn Fn(Point)>;
+
+thread_local! {
+    static HOOK: RefCell<Option<Hook>> = const { RefCell::new(None) };
+}
+
+/// See [`Point`].
+pub fn at(point: Point) {
+    let hook = HOOK.with_borrow(Clone::clone);
+    if let Some(hook) = hook {
+        hook(point);
+    }
+}
+
+/// Numbers that look random (xorshift64).
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, end: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 11) as usize % end
+    }
+}
+
+/// What the lease of the tests lasts. No other timeout is as long.
+const LEASE: Duration = Duration::from_secs(7777);
+
+/// What the guest must not have wrong: mode, size, links, mtime.
+type Facts = (u32, u64, u32, (u64, u32));
+
+fn facts(attr: &Attr) -> Facts {
+    (attr.mode, attr.size, attr.nlink, (attr.mtime, attr.mtimensec))
+}
+
+/// A guest that keeps leases by the rules of docs/protocol.md.
+#[derive(Default)]
+struct Guest {
+    /// By directory and name; 0: nothing there.
+    entries: HashMap<(u64, CString), u64>,
+    attrs: HashMap<u64, Facts>,
+    /// Directories and files that it knows, with references.
+    nodes: HashMap<u64, (u64, bool)>,
+    /// Notifications that were handled.
+    handled: u64,
+    /// When a node, a name or everything was invalidated last, in these.
+    inode_at: HashMap<u64, u64>,
+    entry_at: HashMap<(u64, CString), u64>,
+    epoch_at: u64,
+}
+
+impl Guest {
+    fn handle(&mut self, told: Vec<Told>) {
+        for told in told {
+            self.handled += 1;
+            match told {
+                Told::Inode(node, _) => {
+                    self.attrs.remove(&node);
+                    self.inode_at.insert(node, self.handled);
+                }
+                Told::Entry(dir, name) => {
+                    self.entries.remove(&(dir, name.clone()));
+                    self.entry_at.insert((dir, name), self.handled);
+                }
+                Told::Epoch => {
+                    self.entries.clear();
+                    self.attrs.clear();
+                    self.epoch_at = self.handled;
+                }
+            }
+        }
+    }
+
+    /// Takes the attributes of a reply to a request that was sent when `sent` notifications were handled.
+    fn attr(&mut self, sent: u64, node: u64, attr: &Attr, valid: u64) {
+        let fresh = self.inode_at.get(&node).is_none_or(|at| *at <= sent) && self.epoch_at <= sent;
+        if valid == LEASE.as_secs() && fresh {
+            self.attrs.insert(node, facts(attr));
+        } else {
+            self.attrs.remove(&node);
+        }
+    }
+
+    fn entry(&mut self, sent: u64, dir: u64, name: &CStr, out: &EntryOut) {
+        let key = (dir, name.to_owned());
+        let fresh = self.entry_at.get(&key).is_none_or(|at| *at <= sent) && self.epoch_at <= sent;
+        if out.entry_valid == LEASE.as_secs() && fresh {
+            self.entries.insert(key, out.nodeid);
+        } else {
+            self.entries.remove(&key);
+        }
+        if out.nodeid != 0 {
+            let known = self.nodes.entry(out.nodeid).or_insert((0, out.attr.mode & libc::S_IFMT == libc::S_IFDIR));
+            known.0 += 1;
+            self.attr(sent, out.nodeid, &out.attr, out.attr_valid);
+        }
+    }
+
+    /// The guest has changed these by itself.
+    fn changed(&mut self, dirs: &[u64], names: &[(u64, &CStr)]) {
+        self.attrs.retain(|node, _| !dirs.contains(node));
+        for (dir, name) in names {
+            if let Some(node) = self.entries.remove(&(*dir, (*name).to_owned())) {
+                self.attrs.remove(&node);
+            }
+        }
+    }
+}
+
+struct World {
+    share: Share,
+    queue: Arc<Queue>,
+    guest: RefCell<Guest>,
+    host: RefCell<Host>,
+    random: RefCell<Random>,
+    markers: RefCell<u32>,
+    /// Notifications must not be handled now: the guest's kernel has the directories locked.
+    locked: RefCell<bool>,
+    granted: RefCell<usize>,
+}
+
+/// A share with leases.
+fn leased(place: &Path, config: Config, most_marks: usize) -> (Share, Arc<Queue>) {
+    let queue = Arc::new(Queue::default());
+    let passed = queue.clone();
+    let dir = TempDir::new_in(place).unwrap();
+    let config = Config { lease_timeout: LEASE, ..config };
+    let fs = PassthroughFs::new(open_root(dir.path()), proc_self_fd().unwrap(), config).unwrap();
+    let watch = Watch::with_limits(most_marks, 100_000).unwrap();
+    let fs = fs.with_notifier(queue.clone()).with_stepped_watch(watch, move |_: Step| passed.pass());
+    fs.enter_thread();
+    assert!(fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM).unwrap().flags.contains(InitFlags::LEASES));
+    (Share { dir, fs: Arc::new(fs) }, queue)
+}
+
+const DIRS: [&CStr; 3] = [c"A", c"B", c"C"];
+/// `sub` becomes a directory now and then.
+const NAMES: [&CStr; 4] = [c"f", c"g", c"h", c"sub"];
+
+impl World {
+    fn new(place: &Path, seed: u64, config: Config) -> Rc<Self> {
+        let (share, queue) = leased(place, config, 1000);
+        for dir in DIRS.iter().map(|dir| dir.to_str().unwrap()).chain(["out"]) {
+            fs::create_dir(share.dir.path().join(dir)).unwrap();
+        }
+        Rc::new(Self {
+            share,
+            queue,
+            guest: RefCell::default(),
+            host: RefCell::new(Host::start()),
+            random: RefCell::new(Random(seed * 0x9e37_79b9 + 1)),
+            markers: RefCell::default(),
+            locked: RefCell::default(),
+            granted: RefCell::default(),
+        })
+    }
+
+    fn below(&self, end: usize) -> usize {
+        self.random.borrow_mut().below(end)
+    }
+
+    fn a_place(&self, dirs: &[&str]) -> PathBuf {
+        let dir = dirs[self.below(dirs.len())];
+        self.share.dir.path().join(dir).join(NAMES[self.below(NAMES.len())].to_str().unwrap())
+    }
+
+    /// The host changes something.
+    fn host(&self) {
+        let any = ["A", "B", "C", "A/sub", "B/sub", "out"];
+        let (from, to) = (self.a_place(&any), self.a_place(&any));
+        let mut host = self.host.borrow_mut();
+        match self.below(10) {
+            0 | 1 => host.run("write", &[&from], &"x".repeat(self.below(9))),
+            2 => host.run("append", &[&from], "y"),
+            3 => host.run("chmod", &[&from], ["700", "755"][self.below(2)]),
+            4 => host.run("remove", &[&from], ""),
+            5 | 6 => host.run("rename", &[&from, &to], ""),
+            7 => host.run("swap", &[&from, &to], ""),
+            8 => host.run("mkdir", &[&from], ""),
+            // A link in a directory that is not watched would not be seen.
+            _ => host.run("link", &[&from, &self.a_place(&["A", "B", "C"])], ""),
+        };
+    }
+
+    /// Whatever may happen in the middle of a request.
+    fn meanwhile(&self, _point: Point) {
+        match self.below(12) {
+            0..=2 => self.host(),
+            3 => {
+                self.host();
+                self.settle();
+            }
+            4 => self.queue.hold(true),
+            5 => self.queue.hold(false),
+            6 => self.take(),
+            _ => {}
+        }
+    }
+
+    /// The guest handles what it was told.
+    fn take(&self) {
+        if *self.locked.borrow() {
+            return;
+        }
+        let told = std::mem::take(&mut *self.queue.told.lock());
+        self.guest.borrow_mut().handle(told);
+    }
+
+    /// Waits until the watch has taken up all changes.
+    fn settle(&self) {
+        self.queue.hold(false);
+        *self.markers.borrow_mut() += 1;
+        let marker = format!("marker{}", self.markers.borrow());
+        assert!(self.host.borrow_mut().run("mkdir", &[&self.share.dir.path().join(&marker)], ""));
+        let last = Told::Entry(ROOT_ID, CString::new(marker).unwrap());
+        let mut told = self.queue.told.lock();
+        while !told.contains(&last) {
+            let timed_out = self.queue.changed.wait_for(&mut told, LONG).timed_out();
+            assert!(!timed_out, "the watch says nothing");
+        }
+    }
+
+    fn lookup(&self, dir: u64, name: &CStr) {
+        let sent = self.guest.borrow().handled;
+        let found = self.share.fs.lookup(dir, name);
+        let mut guest = self.guest.borrow_mut();
+        match found {
+            Ok(out) => guest.entry(sent, dir, name, &out),
+            Err(_) => {
+                guest.entries.remove(&(dir, name.to_owned()));
+            }
+        }
+    }
+
+    fn list(&self, dir: u64) {
+        let sent = self.guest.borrow().handled;
+        let Ok(open) = self.share.fs.opendir(dir, 0) else { return };
+        let mut list = List { room: 100, ..List::default() };
+        let _ = self.share.fs.readdirplus(dir, open.fh, 0, &mut list);
+        let mut guest = self.guest.borrow_mut();
+        for (name, out) in list.entries.iter().filter(|(_, out)| out.nodeid != 0) {
+            guest.entry(sent, dir, &CString::new(name.as_str()).unwrap(), out);
+        }
+        let _ = self.share.fs.releasedir(dir, open.fh);
+    }
+
+    fn a_node(&self, directory: bool) -> u64 {
+        let guest = self.guest.borrow();
+        let mut all: Vec<u64> =
+            guest.nodes.iter().filter(|(_, (_, dir))| *dir || !directory).map(|(n, _)| *n).collect();
+        all.sort_unstable();
+        if all.is_empty() { ROOT_ID } else { all[self.below(all.len())] }
+    }
+
+    fn a_name(&self) -> &'static CStr {
+        NAMES[self.below(NAMES.len())]
+    }
+
+    /// The guest does something.
+    fn step(&self) {
+        let fs = &self.share.fs;
+        let (dir, name, to, toname) = (self.a_node(true), self.a_name(), self.a_node(true), self.a_name());
+        match self.below(16) {
+            0..=4 => self.lookup(dir, name),
+            5 | 6 => self.list(dir),
+            7..=9 => {
+                let (node, sent) = (self.a_node(false), self.guest.borrow().handled);
+                let got = fs.getattr(node, None);
+                let mut guest = self.guest.borrow_mut();
+                match got {
+                    Ok(out) => guest.attr(sent, node, &out.attr, out.attr_valid),
+                    Err(_) => {
+                        guest.attrs.remove(&node);
+                    }
+                }
+            }
+            10 => {
+                let node = self.a_node(false);
+                let mode = 0o700 + self.below(8) as u32;
+                let sent = self.guest.borrow().handled;
+                let set = SetattrIn { valid: SetattrValid::MODE.bits(), mode, ..Default::default() };
+                let got = fs.setattr(node, &set);
+                let mut guest = self.guest.borrow_mut();
+                match got {
+                    Ok(out) => guest.attr(sent, node, &out.attr, out.attr_valid),
+                    Err(_) => {
+                        guest.attrs.remove(&node);
+                    }
+                }
+            }
+            11 => self.alone(&[(dir, name), (to, toname)], || {
+                if fs.rename(dir, name, to, toname, 0, &me()).is_ok() {
+                    let mut guest = self.guest.borrow_mut();
+                    let moved = guest.entries.get(&(dir, name.to_owned())).copied();
+                    let kept = moved.and_then(|node| Some((node, *guest.attrs.get(&node)?)));
+                    guest.changed(&[dir, to], &[(dir, name), (to, toname)]);
+                    // The guest's kernel takes the name's lease along, and the attributes but for the ctime.
+                    if let Some(node) = moved.filter(|node| *node != 0) {
+                        guest.entries.insert((to, toname.to_owned()), node);
+                    }
+                    let kept = kept.filter(|(node, _)| !guest_is_dir(&guest, *node));
+                    guest.attrs.extend(kept);
+                }
+            }),
+            12 => self.alone(&[(dir, name)], || {
+                let (node, sent) = (self.a_node(false), self.guest.borrow().handled);
+                if let Ok(out) = fs.link(node, dir, name) {
+                    let mut guest = self.guest.borrow_mut();
+                    guest.changed(&[dir], &[(dir, name)]);
+                    guest.entry(sent, dir, name, &out);
+                }
+            }),
+            13 => self.alone(&[(dir, name)], || {
+                let removed = fs.unlink(dir, name).or_else(|_| fs.rmdir(dir, name));
+                if removed.is_ok() {
+                    self.guest.borrow_mut().changed(&[dir], &[(dir, name)]);
+                }
+            }),
+            14 => self.alone(&[(dir, name)], || {
+                let sent = self.guest.borrow().handled;
+                if let Ok(out) = fs.mknod(dir, name, libc::S_IFREG | 0o644, 0, &me()) {
+                    let mut guest = self.guest.borrow_mut();
+                    guest.changed(&[dir], &[(dir, name)]);
+                    guest.entry(sent, dir, name, &out);
+                }
+            }),
+            _ => self.forget(),
+        }
+    }
+
+    /// The guest forgets a node that it has no name of.
+    fn forget(&self) {
+        let node = self.a_node(false);
+        let mut guest = self.guest.borrow_mut();
+        let used = guest.entries.iter().any(|((dir, _), to)| *dir == node || *to == node);
+        if used || node == ROOT_ID {
+            return;
+        }
+        if let Some((references, _)) = guest.nodes.remove(&node) {
+            guest.attrs.remove(&node);
+            drop(guest);
+            self.share.fs.forget(node, references);
+        }
+    }
+
+    /// Runs what the guest's kernel does with its directories locked, after it has looked up the names.
+    fn alone(&self, names: &[(u64, &CStr)], run: impl FnOnce()) {
+        *self.locked.borrow_mut() = true;
+        for (dir, name) in names {
+            let kept = self.guest.borrow().entries.contains_key(&(*dir, (*name).to_owned()));
+            if !kept {
+                self.lookup(*dir, name);
+            }
+        }
+        run();
+        *self.locked.borrow_mut() = false;
+    }
+
+    /// Nothing that the guest keeps is stale.
+    fn check(&self, seed: u64) {
+        self.settle();
+        self.take();
+        let guest = self.guest.borrow();
+        *self.granted.borrow_mut() += guest.entries.len() + guest.attrs.len();
+        for (node, facts_) in &guest.attrs {
+            let Ok(now) = self.share.fs.getattr(*node, None) else { continue };
+            // What a rename of the host replaced has one link less without an event.
+            if now.attr.nlink > 0 {
+                assert_eq!(*facts_, facts(&now.attr), "node {node}, seed {seed}");
+            }
+        }
+        for ((dir, name), node) in &guest.entries {
+            let now = self.share.fs.lookup(*dir, name).map_or(0, |out| out.nodeid);
+            self.share.fs.forget(now, 1);
+            assert_eq!(*node, now, "{name:?} in {dir}, seed {seed}");
+        }
+    }
+}
+
+fn guest_is_dir(guest: &Guest, node: u64) -> bool {
+    guest.nodes.get(&node).is_none_or(|(_, directory)| *directory)
+}
+
+/// Seeds for each place. More by THRUWAY_SEEDS, for a longer search.
+fn seeds() -> u64 {
+    std::env::var("THRUWAY_SEEDS").ok().and_then(|seeds| seeds.parse().ok()).unwrap_or(12)
+}
+
+#[test]
+fn a_guest_with_leases_knows_nothing_stale() {
+    let (mut granted, mut checks) = (0, 0);
+    for place in places() {
+        for handles in [FileHandles::Never, FileHandles::Prefer] {
+            for seed in 1..=seeds() {
+                let world = World::new(&place, seed, Config { inode_file_handles: handles, ..Config::default() });
+                for dir in DIRS {
+                    world.lookup(ROOT_ID, dir);
+                    let node = world.guest.borrow().entries[&(ROOT_ID, dir.to_owned())];
+                    world.lookup(node, c"f");
+                }
+                let within = world.clone();
+                HOOK.set(Some(Rc::new(move |point| within.meanwhile(point))));
+                for _ in 0..6 {
+                    for _ in 0..40 {
+                        world.step();
+                    }
+                    let hook = HOOK.take();
+                    world.check(seed);
+                    checks += 1;
+                    HOOK.set(hook);
+                }
+                HOOK.set(None);
+                granted += *world.granted.borrow();
+            }
+        }
+    }
+    // Otherwise the test shows nothing.
+    assert!(granted > 2 * checks, "only {granted} leases in {checks} checks");
+}
+
+/// The validity of an entry's name and attributes in seconds.
+fn valid(out: &EntryOut) -> (u64, u64) {
+    (out.entry_valid, out.attr_valid)
+}
+
+#[test]
+fn leases_need_a_watch() {
+    const L: u64 = LEASE.as_secs();
+    for place in places() {
+        // The share's own directory, and one of the two directories in it.
+        let (s, queue) = leased(&place, Config::default(), 2);
+        for name in ["a", "b"] {
+            fs::create_dir(s.dir.path().join(name)).unwrap();
+            s.put(&format!("{name}/f"), b"1");
+        }
+        let missing = s.lookup(c"missing").unwrap();
+        assert_eq!((missing.nodeid, missing.entry_valid), (0, L));
+        let a = s.lookup(c"a").unwrap();
+        let b = s.lookup(c"b").unwrap();
+        assert_eq!((valid(&a), valid(&b)), ((L, L), (L, 1)), "there is no third mark");
+        let file = |dir: &EntryOut| s.fs.lookup(dir.nodeid, c"f").unwrap();
+        let (af, bf) = (file(&a), file(&b));
+        assert_eq!((valid(&af), valid(&bf)), ((L, L), (1, 1)));
+        assert_eq!(s.fs.lookup(b.nodeid, c"missing").err(), Some(Errno::NOENT));
+        assert_eq!(s.fs.getattr(af.nodeid, None).unwrap().attr_valid, L);
+        assert_eq!(s.fs.getattr(bf.nodeid, None).unwrap().attr_valid, 1);
+        assert_eq!([&a, &b, &af, &bf].map(|out| out.attr.flags & ATTR_LEASED != 0), [true, false, true, false]);
+        // Out of what is watched, and back.
+        queue.clear();
+        s.fs.rename(a.nodeid, c"f", b.nodeid, c"g", 0, &me()).unwrap();
+        // The watch's own thread may have told the second before.
+        let told = queue.told.lock().clone();
+        for expected in [Told::Entry(b.nodeid, c"g".into()), Told::Inode(af.nodeid, true)] {
+            assert!(told.contains(&expected), "{expected:?} in {told:?}");
+        }
+        assert_eq!(s.fs.getattr(af.nodeid, None).unwrap().attr_valid, 1);
+        s.fs.rename(b.nodeid, c"g", a.nodeid, c"h", 0, &me()).unwrap();
+        assert_eq!(s.fs.getattr(af.nodeid, None).unwrap().attr_valid, L);
+        // A place for a mark becomes free.
+        for (node, lookups) in [(af.nodeid, 1), (a.nodeid, 1)] {
+            s.fs.forget(node, lookups);
+        }
+        assert_eq!(valid(&file(&b)), (L, L));
+    }
+}
+
+#[test]
+fn a_file_with_several_links_is_marked_itself() {
+    const L: u64 = LEASE.as_secs();
+    let (s, queue) = leased(&std::env::temp_dir(), Config::default(), 100);
+    let path = |name: &str| s.dir.path().join(name);
+    fs::create_dir(path("out")).unwrap();
+    make(&path("f"));
+    fs::hard_link(path("f"), path("out/g")).unwrap();
+    let f = s.lookup(c"f").unwrap();
+    assert_eq!(valid(&f), (L, L));
+    Host::start().run("append", &[&path("out/g")], "x");
+    let mut told = queue.told.lock();
+    while !told.contains(&Told::Inode(f.nodeid, true)) {
+        assert!(!queue.changed.wait_for(&mut told, LONG).timed_out());
+    }
+}
+
+#[test]
+fn a_session_without_the_queue_has_no_leases() {
+    let (s, queue) = leased(&std::env::temp_dir(), Config::default(), 100);
+    s.put("f", b"1");
+    queue.closed.store(true, Ordering::SeqCst);
+    s.fs.destroy();
+    let session = s.fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM).unwrap();
+    assert!(!session.flags.contains(InitFlags::LEASES));
+    assert_eq!(valid(&s.lookup(c"f").unwrap()), (1, 1));
+    assert_eq!(s.lookup(c"missing").err(), Some(Errno::NOENT));
+    // A guest with the queue that knows no leases is told, and keeps its timeouts.
+    queue.closed.store(false, Ordering::SeqCst);
+    s.fs.destroy();
+    s.fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM - InitFlags::LEASES).unwrap();
+    let f = s.lookup(c"f").unwrap();
+    assert_eq!((valid(&f), f.attr.flags & ATTR_LEASED), ((1, 1), 0));
+    assert!(crate::fs::file_id(CWD, &c_path(&s.dir.path().join("f"))).is_ok());
+    Host::start().run("append", &[&s.dir.path().join("f")], "x");
+    let mut told = queue.told.lock();
+    while !told.contains(&Told::Inode(f.nodeid, true)) {
+        assert!(!queue.changed.wait_for(&mut told, LONG).timed_out());
+    }
+}
+
+#[test]
+fn leases_follow_the_cache_mode() {
+    let flags = |config: Config| {
+        let (s, _queue) = leased(&std::env::temp_dir(), config, 100);
+        s.put("f", b"1");
+        let f = s.lookup(c"f").unwrap();
+        (f.entry_valid, f.attr.flags & ATTR_LEASED != 0)
+    };
+    let cache = |cache| Config { cache, ..Config::default() };
+    use crate::fs::CachePolicy::{Always, Auto, Metadata};
+    assert_eq!(flags(cache(Auto)), (LEASE.as_secs(), true));
+    assert_eq!(flags(cache(Always)), (86400, true));
+    assert_eq!(flags(cache(Metadata)), (86400, false));
+    for config in [Config { writeback: true, ..cache(Auto) }, Config { flock: true, ..cache(Auto) }] {
+        assert_eq!(flags(config), (LEASE.as_secs(), false));
+    }
+}
