@@ -1,6 +1,7 @@
 #!/bin/bash
 # bench.sh PLACE MIB MILLISECONDS JOB...: measures on the host's file in the share, or on a new file of MIB on a tmpfs or on
-# ext4 on a RAM disk. A JOB is a name, one of fio, first-touch, build and meta, and arguments.
+# ext4 on a RAM disk. A JOB is a name, one of fio, first-touch, build, meta, names and seen, and
+# arguments. A program may print to descriptor 3 that its job begins only then.
 place=$1 mib=$2 milliseconds=$3
 shift 3
 file=/mnt/b/data
@@ -24,6 +25,9 @@ for job; do
         command=(python3 /host/build.py "$(dirname "$file")")
     elif [[ $tool == meta ]]; then
         command=(python3 /host/meta.py "$(dirname "$file")" "$milliseconds")
+    elif [[ $tool == names || $tool == seen ]]; then
+        command=(python3 "/host/$tool.py" "$(dirname "$file")")
+        [[ $tool == names ]] || command+=("$milliseconds")
     elif [[ $tool == fio ]]; then
         command=(fio --name="$name" --filename="$file" --size="$(stat -c %s "$file")" --time_based --runtime="${milliseconds}ms"
             --output-format=json --output=/tmp/result)
@@ -35,7 +39,7 @@ for job; do
     echo 2 >/proc/sys/vm/drop_caches
     echo "begin $name"
     # shellcheck disable=SC2086  # the job's own words
-    if ! "${command[@]}" $arguments >/tmp/log 2>&1; then
+    if ! "${command[@]}" $arguments 3>&1 >/tmp/log 2>&1; then
         echo "the job '$name' failed:"
         tail -n 20 /tmp/log
         exit 1

@@ -1,11 +1,15 @@
 //! Boots a guest that does all jobs of a table with one contender.
 
 use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, SystemTime};
 
 use serde_json::Value;
 
@@ -37,8 +41,10 @@ pub struct Told {
     /// By the job's name.
     pub figures: BTreeMap<String, f64>,
     pub versions: BTreeMap<String, String>,
-    /// Requests of a build, by opcode. Empty if the daemon does not count them.
-    pub requests: BTreeMap<String, u64>,
+    /// Messages by job and opcode, of the jobs for which they are counted.
+    pub requests: BTreeMap<String, BTreeMap<String, u64>>,
+    /// What the daemon had counted when the job began.
+    before: BTreeMap<String, u64>,
     rest: Vec<String>,
 }
 
@@ -51,6 +57,7 @@ pub fn run(table: &Table, contender: &Contender, share: &Path, quick: bool) -> R
         .spawn()
         .map_err(|e| format!("cannot start vm-images/boot: {e}"))?;
     BOOT.store(boot.id() as i32, Ordering::SeqCst);
+    let _changer = table.jobs.iter().any(|job| matches!(job.measure, Measure::Seen(_))).then(|| Changer::start(share));
     let told = listen(&mut boot, table, &logs.path().join("metrics"));
     let status = boot.wait().map_err(|e| format!("cannot wait for vm-images/boot: {e}"));
     BOOT.store(0, Ordering::SeqCst);
@@ -63,14 +70,49 @@ pub fn run(table: &Table, contender: &Contender, share: &Path, quick: bool) -> R
         return Err(format!("boot failed ({status}):\n{}", told.rest[end..].join("\n")));
     }
     let log = std::fs::read_to_string(logs.path().join("daemon-0.log")).unwrap_or_default();
-    if told.requests.is_empty() {
-        told.requests = logged(&log);
+    for job in table.jobs.iter().filter(|job| matches!(job.measure, Measure::Build)) {
+        // A log has the whole session, of which the build is nearly all.
+        told.requests.entry(job.name.to_owned()).or_insert_with(|| logged(&log));
     }
     let measured = [(SETUPMAPPING, mapping_time(&log)), (FIRST_OPEN, first_open_time(&log))];
     told.figures.extend(measured.into_iter().filter_map(|(name, us)| Some((name.to_owned(), us?))));
     match table.jobs.iter().find(|job| !told.figures.contains_key(job.name)) {
         Some(job) => Err(format!("the guest did not report the job '{}'", job.name)),
         None => Ok(told),
+    }
+}
+
+/// A thread that changes the file `seen` of the share, until it is dropped.
+struct Changer {
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Time between two changes: some guests need 10 ms to see one.
+const CHANGE: Duration = Duration::from_millis(25);
+
+impl Changer {
+    fn start(share: &Path) -> Self {
+        let (stop, path) = (Arc::<AtomicBool>::default(), share.join("seen"));
+        let told = stop.clone();
+        let change = move || -> io::Result<()> {
+            let file = File::create(&path)?;
+            while !told.load(Ordering::Relaxed) {
+                // The time of the change, which the guest compares with its own clock.
+                file.set_modified(SystemTime::now())?;
+                std::thread::sleep(CHANGE);
+            }
+            Ok(())
+        };
+        let shown = move || change().unwrap_or_else(|e| eprintln!("bench: cannot change the file 'seen': {e}"));
+        Self { stop, thread: Some(std::thread::spawn(shown)) }
+    }
+}
+
+impl Drop for Changer {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        self.thread.take().map(JoinHandle::join);
     }
 }
 
@@ -87,6 +129,8 @@ fn command(table: &Table, contender: &Contender, share: &Path, quick: bool, logs
         Daemon::Thruwayd => format!("{} --metrics-path {}", contender.daemon_args, logs.join("metrics").display()),
         _ => contender.daemon_args.to_owned(),
     };
+    // A quick job has a thousandth of the files.
+    let line = |job: &Job| if quick { job_line(job).replace("000", "") } else { job_line(job) };
     // 200 ms of a quick job are a few requests even under emulation.
     let milliseconds = if quick { 200 } else { table.seconds * 1000 };
     // A shell joins stderr to stdout, so that there is one log.
@@ -107,7 +151,7 @@ fn command(table: &Table, contender: &Contender, share: &Path, quick: bool, logs
         .arg(host::guest_dir().join("bench.sh"))
         .current_dir(host::root())
         .args([place, &table.file_mib(quick).to_string(), &milliseconds.to_string()])
-        .args(table.jobs.iter().map(job_line));
+        .args(table.jobs.iter().map(line));
     if !matches!(contender.daemon, Daemon::Virtiofsd) {
         // Trace the window only. It logs one line per mapping, and a mapping takes some hundred times as long.
         command.env("RUST_LOG", "info,thruway::window=trace");
@@ -143,6 +187,8 @@ fn job_line(job: &Job) -> String {
         Measure::Meta(arguments) => format!("{} meta {arguments}", job.name),
         Measure::FirstTouch => format!("{} first-touch", job.name),
         Measure::Build => format!("{} build", job.name),
+        Measure::Names(arguments) => format!("{} names {arguments}", job.name),
+        Measure::Seen(arguments) => format!("{} seen {arguments}", job.name),
     }
 }
 
@@ -159,14 +205,16 @@ impl Told {
     fn take(&mut self, line: &str, table: &Table, metrics: &Path) -> Result<()> {
         if let Some((name, json)) = line.strip_prefix("result ").and_then(|rest| rest.split_once(' ')) {
             let job = table.jobs.iter().find(|job| job.name == name).ok_or(format!("no such job: {name}"))?;
-            if matches!(job.measure, Measure::Build) {
-                self.requests = counted(metrics, &self.requests);
+            if job.measure.counts_messages() {
+                if let Some(requests) = counted(metrics, &self.before) {
+                    self.requests.insert(name.to_owned(), requests);
+                }
             }
             let figure = figure(&job.measure, json).ok_or(format!("the job '{name}' gave no figure: {json}"))?;
             println!("    {:34} {:>8} {}", job.title, number(figure), job.measure.unit());
             self.figures.insert(name.to_owned(), figure);
         } else if line.starts_with("begin ") {
-            self.requests = counted(metrics, &BTreeMap::new());
+            self.before = counted(metrics, &BTreeMap::new()).unwrap_or_default();
         } else if let Some((name, version)) = line.strip_prefix("version ").and_then(|rest| rest.split_once(' ')) {
             self.versions.insert(name.to_owned(), version.to_owned());
         } else if let Some(accelerator) = line.strip_prefix("boot: qemu runs with ") {
@@ -178,21 +226,19 @@ impl Told {
     }
 }
 
-/// The requests that the daemon has counted since `before`. Empty if it does not count.
-fn counted(metrics: &Path, before: &BTreeMap<String, u64>) -> BTreeMap<String, u64> {
+/// The requests that the daemon has counted since `before`. `None` if it does not count.
+fn counted(metrics: &Path, before: &BTreeMap<String, u64>) -> Option<BTreeMap<String, u64>> {
     let mut text = String::new();
     let asked = UnixStream::connect(metrics).and_then(|mut socket| {
         socket.write_all(b"GET / HTTP/1.0\r\n\r\n")?;
         socket.read_to_string(&mut text)
     });
-    if asked.is_err() {
-        return BTreeMap::new();
-    }
+    asked.ok()?;
     let counts = text.lines().filter_map(|line| {
         let (opcode, count) = line.strip_prefix("thruway_requests_total{opcode=\"")?.split_once("\"} ")?;
         Some((opcode.to_owned(), count.parse::<u64>().ok()? - before.get(opcode).copied().unwrap_or(0)))
     });
-    counts.collect()
+    Some(counts.collect())
 }
 
 /// The requests that virtiofsd has logged, if it was told to log them.
@@ -209,7 +255,7 @@ fn figure(measure: &Measure, json: &str) -> Option<f64> {
     let json: Value = serde_json::from_str(json).ok()?;
     let figure = match measure {
         Measure::Fio(..) => json["jobs"].as_array()?.iter().map(iops).sum::<Option<f64>>()?,
-        Measure::Build | Measure::Meta(_) => json.as_f64()?,
+        Measure::Build | Measure::Meta(_) | Measure::Names(_) | Measure::Seen(_) => json.as_f64()?,
         Measure::FirstTouch => median(&json.as_array()?.iter().map(Value::as_f64).collect::<Option<Vec<_>>>()?),
     };
     (figure > 0.0).then_some(figure)

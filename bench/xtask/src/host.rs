@@ -73,16 +73,17 @@ pub fn keep_awake() -> Option<fs::File> {
     Some(latency)
 }
 
-/// Makes a directory in memory with the file that a table's jobs work on. It is deleted on drop.
+/// Makes the directory that a table's guests share, with the file that its jobs work on. It is deleted on drop.
 pub fn share(table: &Table, quick: bool) -> Result<TempDir> {
     let mib = table.file_mib(quick);
+    let place = if table.on_disk { root().join("target") } else { "/dev/shm".into() };
     let share = tempfile::Builder::new()
         .prefix("thruway-bench.")
-        .tempdir_in("/dev/shm")
-        .map_err(|e| format!("cannot make a directory in /dev/shm: {e}"))?;
+        .tempdir_in(&place)
+        .map_err(|e| format!("cannot make a directory in {}: {e}", place.display()))?;
     // A file system or an emulator might treat zeroes better than data.
     fs::write(share.path().join("data"), vec![0x5a; mib << 20])
-        .map_err(|e| format!("cannot write {mib} MiB to /dev/shm: {e}"))?;
+        .map_err(|e| format!("cannot write {mib} MiB to {}: {e}", place.display()))?;
     Ok(share)
 }
 

@@ -76,8 +76,8 @@ pub struct Results {
     figures: BTreeMap<[&'static str; 3], Series>,
     /// By table, for those of [`frontend`].
     rows: BTreeMap<&'static str, Vec<thruway_bench::report::Row>>,
-    /// Requests of a build by opcode, by table and contender.
-    requests: BTreeMap<[&'static str; 2], BTreeMap<String, u64>>,
+    /// Messages by job and opcode, by table and contender.
+    requests: BTreeMap<[&'static str; 2], BTreeMap<String, BTreeMap<String, u64>>>,
     /// What the guests of a table reported of themselves, by table.
     versions: BTreeMap<&'static str, BTreeMap<String, String>>,
 }

@@ -17,6 +17,9 @@ pub struct Table {
     /// Keep idle CPUs from halting: wake-ups cost the same for all contenders that send messages, and are most of the
     /// noise. False for tables with contenders that send none, since the wake-ups are part of what these save.
     pub awake: bool,
+    /// The share lies on the host's disk, as in use, and not in memory: what the host's file system tells of changes
+    /// decides what a guest may keep.
+    pub on_disk: bool,
 }
 
 impl Table {
@@ -64,6 +67,14 @@ pub enum Goal {
     NotBelow,
     /// The median of all rows is at least this many times virtiofsd.
     MedianRow(f64),
+    /// In this job, at most this part of the messages that the contender named second sends.
+    Share(&'static str, &'static str, f64),
+    /// In this job, at most so many messages.
+    Messages(&'static str, u64),
+    /// In this job, at most this part longer than in the guest's own file system: 0.06 is 6 %.
+    Longer(&'static str, f64),
+    /// In this job, at most so many ms.
+    Within(&'static str, f64),
 }
 
 pub struct Job {
@@ -82,6 +93,11 @@ pub enum Measure {
     Build,
     /// Operations per second, by `meta.py` with these arguments.
     Meta(&'static str),
+    /// The time that `names.py` reports for this step, in seconds. Requests are counted too.
+    Names(&'static str),
+    /// A percentile of the time from a change on the host until the guest sees it, in ms, by `seen.py` with these
+    /// arguments. The host changes a file all the time.
+    Seen(&'static str),
 }
 
 impl Measure {
@@ -89,13 +105,19 @@ impl Measure {
         match self {
             Self::Fio(..) => "IOPS",
             Self::FirstTouch => "µs",
-            Self::Build => "s",
+            Self::Build | Self::Names(_) => "s",
             Self::Meta(_) => "ops/s",
+            Self::Seen(_) => "ms",
         }
     }
 
     pub fn more_is_better(&self) -> bool {
         matches!(self, Self::Fio(..) | Self::Meta(_))
+    }
+
+    /// Whether the report has the messages that the job sends.
+    pub fn counts_messages(&self) -> bool {
+        matches!(self, Self::Build | Self::Names(_))
     }
 }
 
@@ -114,7 +136,19 @@ pub const GUEST_KERNEL: &str = "target/guest-kernel/bzImage";
 /// The kind of guest that `vm-images/setup.sh` builds from Linux's source.
 pub const UML: &str = "uml-smp";
 
-pub const TABLES: &[Table] = &[STOCK, PATCHED, BUILD, UML_JOBS, QEMU_JOBS, UML_WRITEBACK, QEMU_WRITEBACK];
+pub const TABLES: &[Table] = &[
+    STOCK,
+    PATCHED,
+    BUILD,
+    BUILD_ALWAYS,
+    NAMES,
+    NAMES_ALWAYS,
+    SEEN,
+    UML_JOBS,
+    QEMU_JOBS,
+    UML_WRITEBACK,
+    QEMU_WRITEBACK,
+];
 
 /// Long enough for the slower contenders to pass through the file once, and a short run in all.
 const SECONDS: u32 = 5;
@@ -151,6 +185,7 @@ const STOCK: Table = Table {
     file_mib: 256,
     seconds: SECONDS,
     awake: false,
+    on_disk: false,
     contenders: &[VIRTIOFSD, THRUWAYD, DAX],
     jobs: &[
         fio("write", "write 4k, sequential", "--rw=write --bs=4k --ioengine=psync"),
@@ -191,6 +226,7 @@ const PATCHED: Table = Table {
     file_mib: 1024,
     seconds: SECONDS,
     awake: false,
+    on_disk: false,
     contenders: &[
         VIRTIOFSD,
         THRUWAYD,
@@ -202,7 +238,18 @@ const PATCHED: Table = Table {
             boot: &["--dax"],
             goals: PASSTHROUGH_GOALS,
         },
-        Contender { name: "tmpfs", daemon: Daemon::Native("tmpfs"), daemon_args: "", boot: &[], goals: &[] },
+        Contender {
+            name: "thruwayd, passthrough, --xattr",
+            daemon: Daemon::Thruwayd,
+            daemon_args: "--passthrough-window 2G --xattr",
+            boot: &["--dax"],
+            // A write must send no GETXATTR of security.capability.
+            goals: &[
+                Goal::Over("thruwayd, passthrough", "write", 0.95),
+                Goal::Over("thruwayd, passthrough", "randwrite", 0.95),
+            ],
+        },
+        TMPFS,
         Contender {
             name: "ext4, RAM disk",
             daemon: Daemon::Native("ext4"),
@@ -225,19 +272,32 @@ const PATCHED: Table = Table {
     ],
 };
 
+const TMPFS: Contender =
+    Contender { name: "tmpfs", daemon: Daemon::Native("tmpfs"), daemon_args: "", boot: &[], goals: &[] };
+
+/// virtiofsd does not count requests, but it logs them.
+const LOGGING: Contender = Contender { name: "virtiofsd, logging", daemon_args: "--log-level debug", ..VIRTIOFSD };
+
 const BUILD: Table = Table {
     name: "build",
     title: "QEMU guest with one CPU and guest-kernel/, building a C project",
     boot: &["--kind", "qemu", "--mem", "1024", "--kernel", GUEST_KERNEL],
     file_mib: 1,
     seconds: SECONDS,
-    // All but tmpfs send about the same number of messages here.
     awake: true,
+    on_disk: true,
     contenders: &[
         VIRTIOFSD,
-        // virtiofsd does not count requests, but it logs them.
-        Contender { name: "virtiofsd, logging", daemon_args: "--log-level debug", ..VIRTIOFSD },
-        THRUWAYD,
+        LOGGING,
+        Contender {
+            // QEMU's vhost-user-fs-pci has no notification queue: to this daemon the guest is a stock one.
+            goals: &[Goal::NotBelow, Goal::Share("build", "virtiofsd, logging", 0.75), Goal::Longer("build", 0.18)],
+            ..THRUWAYD
+        },
+        Contender {
+            goals: &[Goal::NotBelow, Goal::Share("build", "virtiofsd, logging", 0.25), Goal::Longer("build", 0.06)],
+            ..NOTIFIED_QEMU
+        },
         Contender {
             name: "thruwayd, passthrough",
             daemon: Daemon::Thruwayd,
@@ -245,12 +305,118 @@ const BUILD: Table = Table {
             boot: &["--dax"],
             goals: &[Goal::NotBelow],
         },
-        Contender { name: "tmpfs", daemon: Daemon::Native("tmpfs"), daemon_args: "", boot: &[], goals: &[] },
+        TMPFS,
     ],
     jobs: &[BUILD_JOB],
 };
 
+const BUILD_ALWAYS: Table = Table {
+    name: "build-always",
+    title: "QEMU guest with one CPU and guest-kernel/, building a C project, --cache=always",
+    contenders: &[
+        Contender { name: "virtiofsd", daemon_args: "--cache=always", ..VIRTIOFSD },
+        Contender { daemon_args: "--cache=always --log-level debug", ..LOGGING },
+        Contender {
+            daemon_args: "--cache=always",
+            goals: &[Goal::NotBelow, Goal::Share("build", "virtiofsd, logging", 0.45), Goal::Longer("build", 0.12)],
+            ..THRUWAYD
+        },
+        TMPFS,
+    ],
+    ..BUILD
+};
+
 const BUILD_JOB: Job = Job { name: "build", title: "unpack and build 17 files", measure: Measure::Build };
+
+/// A guest with the notification queue, and so with leases. QEMU's vhost-user-test-device-pci has the queue.
+const NOTIFIED_QEMU: Contender = Contender { name: "thruwayd, notified", boot: &["--dax"], ..THRUWAYD };
+
+/// The patched guest has no notification queue, so it is as a stock one.
+const NOT_NOTIFIED: &str = "--lease-timeout 0";
+
+const NAMES: Table = Table {
+    name: "names",
+    title: "User-Mode Linux guest with one CPU, many small files",
+    file_mib: 1,
+    on_disk: true,
+    contenders: &[
+        POOL_0,
+        POOL_4,
+        Contender {
+            daemon_args: NOT_NOTIFIED,
+            goals: &[
+                Goal::Ratio("status", 1.2),
+                Goal::Ratio("again", 1.5),
+                Goal::Ratio("untar", 1.2),
+                Goal::Ratio("remove", 1.2),
+            ],
+            ..THRUWAYD
+        },
+        Contender {
+            name: "thruwayd, notified",
+            goals: &[
+                Goal::Ratio("status", 10.0),
+                Goal::Ratio("again", 10.0),
+                Goal::Ratio("untar", 1.3),
+                Goal::Ratio("remove", 1.3),
+                Goal::Messages("status", 0),
+                Goal::Messages("again", 0),
+            ],
+            ..THRUWAYD
+        },
+    ],
+    jobs: &[
+        names("status", "second git status of 20,000 files, after 5 s", "status 20000"),
+        names("again", "stat and read 5,000 files of 4 KiB again, after 5 s", "again 5000"),
+        names("untar", "tar x of 5,000 small files", "untar 5000"),
+        names("remove", "rm -rf of 5,000 small files", "remove 5000"),
+    ],
+    ..UML_JOBS
+};
+
+const NAMES_ALWAYS: Table = Table {
+    name: "names-always",
+    title: "User-Mode Linux guest with one CPU, many small files, --cache=always",
+    contenders: &[
+        Contender { daemon_args: "--thread-pool-size=0 --cache=always", ..POOL_0 },
+        Contender { daemon_args: "--thread-pool-size=4 --cache=always", ..POOL_4 },
+        Contender {
+            daemon_args: "--cache=always --lease-timeout 0",
+            goals: &[
+                Goal::Ratio("status", 1.5),
+                Goal::Ratio("again", 2.0),
+                Goal::Ratio("untar", 1.3),
+                Goal::Ratio("remove", 1.3),
+            ],
+            ..THRUWAYD
+        },
+    ],
+    ..NAMES
+};
+
+const SEEN: Table = Table {
+    name: "seen",
+    title: "User-Mode Linux guest with one CPU, changes on the host",
+    file_mib: 1,
+    seconds: SECONDS,
+    on_disk: true,
+    contenders: &[
+        VIRTIOFSD,
+        Contender { daemon_args: NOT_NOTIFIED, goals: &[], ..THRUWAYD },
+        Contender {
+            name: "thruwayd, notified",
+            goals: &[Goal::Within("stat-p50", 1.0), Goal::Within("stat-p99", 10.0), Goal::Within("event-p99", 10.0)],
+            ..THRUWAYD
+        },
+    ],
+    jobs: &[
+        seen("stat-p50", "a change on the host is seen by stat, p50", "stat 50"),
+        seen("stat-p99", "a change on the host is seen by stat, p99", "stat 99"),
+        seen("event-p50", "a change on the host is an inotify event, p50", "event 50"),
+        seen("event-p99", "a change on the host is an inotify event, p99", "event 99"),
+    ],
+    ..UML_JOBS
+};
 
 const WRITE_1K: Job = fio_jobs("write-1k", "write 1k, 2 jobs", "--rw=write --bs=1k --ioengine=psync", 2);
 const WRITE_4K: Job = fio_jobs("write-4k", "write 4k, 2 jobs", "--rw=write --bs=4k --ioengine=psync", 2);
@@ -301,6 +467,7 @@ const UML_JOBS: Table = Table {
     file_mib: 256,
     seconds: SECONDS_OF_MANY,
     awake: true,
+    on_disk: false,
     contenders: &[
         POOL_0,
         POOL_4,
@@ -338,6 +505,14 @@ const QEMU_WRITEBACK: Table = Table {
 
 const fn meta(name: &'static str, title: &'static str, arguments: &'static str) -> Job {
     Job { name, title, measure: Measure::Meta(arguments) }
+}
+
+const fn names(name: &'static str, title: &'static str, arguments: &'static str) -> Job {
+    Job { name, title, measure: Measure::Names(arguments) }
+}
+
+const fn seen(name: &'static str, title: &'static str, arguments: &'static str) -> Job {
+    Job { name, title, measure: Measure::Seen(arguments) }
 }
 
 const fn fio(name: &'static str, title: &'static str, arguments: &'static str) -> Job {

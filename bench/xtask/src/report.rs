@@ -1,5 +1,6 @@
 //! Writes the tables into `benchmarks.md`.
 
+use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::fs;
 use std::io::ErrorKind;
@@ -8,7 +9,7 @@ use std::path::PathBuf;
 use crate::Results;
 use crate::frontend;
 use crate::host::Result;
-use crate::plan::{Contender, Daemon, FIRST_OPEN, Goal, Job, Measure, SETUPMAPPING, SETUPMAPPING_LIVE, TABLES, Table};
+use crate::plan::{Contender, Daemon, FIRST_OPEN, Goal, Job, SETUPMAPPING, SETUPMAPPING_LIVE, TABLES, Table};
 use crate::plot;
 use thruway_bench::report::markdown;
 use thruway_bench::series::{Series, median, number};
@@ -109,13 +110,17 @@ To repeat it, run `make bench` as root on a machine that does nothing else, or
 
 **The contenders.** virtiofsd and thruwayd run with their defaults: cache mode, sandbox, no O_DIRECT. *Pool 0* and *pool
 4* are virtiofsd's `--thread-pool-size`. *DAX* and *passthrough* are thruwayd with `--dax-window` and
-`--passthrough-window`. *tmpfs* and *ext4* are the guest's own file systems, without a daemon.
+`--passthrough-window`. *Notified* is thruwayd with a guest that has the notification queue, so that it may keep names,
+attributes and contents for 60 s. *tmpfs* and *ext4* are the guest's own file systems, without a daemon.
 
-**The jobs.** The share lies in the host's memory (`/dev/shm`). fio works at depth 1 on an existing file of 256 MiB,
-unless the title names another size. With several jobs, each works on its own part of the file. The rows from *create*
-to *unlink* are `meta.py`, with one directory per process. *First touch* maps a file, reads one byte in each of 96
-ranges of 2 MiB, and takes the median of the last 32 reads. With a DAX window, such a read costs a page fault and a
-SETUPMAPPING with 64 to 95 live mappings; without one, a read with its readahead. The time of SETUPMAPPING itself is
+**The jobs.** The share lies in the host's memory (`/dev/shm`). For builds, small files and changes on the host it lies
+on the host's disk. fio works at depth 1 on an existing file of 256 MiB, unless the title names another size. With
+several jobs, each works on its own part of the file. The rows from *create* to *unlink* are `meta.py`, with one
+directory per process. Small files are `names.py`. git runs with GIT_OPTIONAL_LOCKS=0, as editors run it, since a lock
+file takes messages. *Changes on the host* are `seen.py`: the host sets a file's modification time to the present every
+25 ms, and the guest compares it with its clock, which is the host's. *First touch* maps a file, reads one byte in each
+of 96 ranges of 2 MiB, and takes the median of the last 32 reads. With a DAX window, such a read costs a page fault and
+a SETUPMAPPING with 64 to 95 live mappings; without one, a read with its readahead. The time of SETUPMAPPING itself is
 measured in the daemon, until the mapping is in the guest's memory.
 
 **Caches.** Before each job the guest drops what it has cached of the share; the host's cache stays. What the job itself
@@ -162,33 +167,84 @@ fn table_text(results: &Results, table: &Table) -> String {
         (FIRST_OPEN, "the first OPEN of the file".to_owned()),
     ];
     let daemon: String = daemon.iter().map(|(name, title)| daemon_text(results, table, name, title)).collect();
-    let rest = [over_text(results, table), rows_text(results, table), daemon, build_text(results, table)].concat();
+    let rest = [over_text(results, table), rows_text(results, table), daemon, messages_text(results, table)].concat();
     format!("{}\n{}{rest}", markdown(&figures), markdown(&ratios))
 }
 
-/// A build's time beside one on the guest's tmpfs, and the requests that it sent.
-fn build_text(results: &Results, table: &Table) -> String {
+/// The messages that a job sends, and a build's time beside one on the guest's tmpfs.
+fn messages_text(results: &Results, table: &Table) -> String {
     let mut text = String::new();
-    for job in table.jobs.iter().filter(|job| matches!(job.measure, Measure::Build)) {
+    for job in table.jobs.iter().filter(|job| job.measure.counts_messages()) {
         for contender in table.contenders.iter().filter(|c| !matches!(c.daemon, Daemon::Native(_))) {
-            let mut said = Vec::new();
-            if let Some(native) = table.native() {
-                let ratio = results.series(table, contender, job).over(results.series(table, native, job));
-                said.push(format!("{:+.0} % over {}", (ratio.median() - 1.0) * 100.0, native.name));
-            }
-            let mut requests: Vec<_> = results.requests[&[table.name, contender.name]].iter().collect();
-            requests.retain(|(_, count)| **count > 0);
-            requests.sort_by_key(|(_, count)| std::cmp::Reverse(**count));
-            if !requests.is_empty() {
-                let requests: Vec<_> = requests.iter().map(|(name, count)| format!("{name} {count}")).collect();
-                said.push(format!("requests: {}", requests.join(", ")));
+            let mut said = longer(results, table, contender, job);
+            if let Some(requests) =
+                requests(results, table, contender, job).filter(|r| total(r) > 0 || has_limit(contender, job))
+            {
+                said.push(messages(results, table, contender, job, requests));
             }
             if !said.is_empty() {
-                let _ = writeln!(text, "\n{}: {}", contender.name, said.join("; "));
+                let of = if table.jobs.len() > 1 { format!(", {}", job.title) } else { String::new() };
+                let _ = writeln!(text, "\n{}{of}: {}", contender.name, said.join("; "));
             }
         }
     }
     text
+}
+
+type Requests = BTreeMap<String, u64>;
+
+fn requests<'a>(results: &'a Results, table: &Table, contender: &Contender, job: &Job) -> Option<&'a Requests> {
+    results.requests[&[table.name, contender.name]].get(job.name)
+}
+
+fn total(requests: &Requests) -> u64 {
+    requests.values().sum()
+}
+
+fn has_limit(contender: &Contender, job: &Job) -> bool {
+    contender.goals.iter().any(|goal| matches!(*goal, Goal::Messages(name, _) if name == job.name))
+}
+
+fn met(met: bool) -> &'static str {
+    if met { "met" } else { "**missed**" }
+}
+
+/// The job's time over that on the guest's own file system.
+fn longer(results: &Results, table: &Table, contender: &Contender, job: &Job) -> Vec<String> {
+    let Some(native) = table.native() else { return Vec::new() };
+    let longer = results.series(table, contender, job).over(results.series(table, native, job)).median() - 1.0;
+    let mut said = format!("{:+.0} % over {}", longer * 100.0, native.name);
+    for goal in contender.goals {
+        if let Goal::Longer(name, most) = *goal {
+            if name == job.name {
+                let _ = write!(said, " (≤ {:.0} %: {})", most * 100.0, met(longer <= most));
+            }
+        }
+    }
+    vec![said]
+}
+
+fn messages(results: &Results, table: &Table, contender: &Contender, job: &Job, counts: &Requests) -> String {
+    let all = total(counts);
+    let mut said = format!("{} messages", number(all as f64));
+    for goal in contender.goals {
+        match *goal {
+            Goal::Messages(name, most) if name == job.name => {
+                let _ = write!(said, " (≤ {most}: {})", met(all <= most));
+            }
+            Goal::Share(name, peer, most) if name == job.name => {
+                let peer = table.contenders.iter().find(|c| c.name == peer).expect("the table has what its goals name");
+                let theirs = requests(results, table, peer, job).map_or(0, total);
+                let share = all as f64 / theirs.max(1) as f64;
+                let _ = write!(said, ", {} of virtiofsd's (≤ {most}: {})", number(share), met(share <= most));
+            }
+            _ => {}
+        }
+    }
+    let mut counts: Vec<_> = counts.iter().filter(|(_, count)| **count > 0).collect();
+    counts.sort_by_key(|(_, count)| std::cmp::Reverse(**count));
+    let counts: Vec<_> = counts.iter().map(|(name, count)| format!("{name} {count}")).collect();
+    if counts.is_empty() { said } else { format!("{said}: {}", counts.join(", ")) }
 }
 
 /// All rows together, for contenders with a target for their median.
@@ -277,6 +333,7 @@ fn ratio_cell(results: &Results, table: &Table, contender: &Contender, job: &Job
     for goal in contender.goals {
         let (wanted, met) = match *goal {
             Goal::Ratio(name, wanted) if name == job.name => (format!("≥ {wanted}"), ratio.median() >= wanted),
+            Goal::Within(name, most) if name == job.name => (format!("≤ {most} ms"), mine.median() <= most),
             // One round does not show the noise.
             Goal::NotBelow if results.rounds > 1 => ("not below".to_owned(), !is_below(mine, base, &ratio, job)),
             _ => continue,
