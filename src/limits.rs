@@ -134,6 +134,11 @@ pub const WINDOW_JOBS: usize = 4096;
 /// one notification: trust nothing.
 pub const NOTIFICATIONS: usize = 16_384;
 
+/// Nodes that processes of the guest watch by inotify(7) or fanotify(7). Editors and build tools watch each directory
+/// of a tree, which are some thousands. Each takes 100 bytes and a mark on the host. At the limit the guest's kernel
+/// gets ENOSPC, and the process hears of the guest's own changes alone.
+pub const WATCHED_NODES: usize = 65_536;
+
 /// Events for the guest's watchers (inotify(7)) that the guest has not heard yet: as many as Linux keeps for one
 /// watcher (fs.inotify.max_queued_events). Each takes 40 bytes and a name. Further events are dropped, and the guest
 /// hears of that once.

@@ -10,28 +10,39 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use rustix::fs::{Statx, StatxAttributes};
+use rustix::io::Errno;
 
+use super::events::Watchers;
 use super::fd::{FdPath, open_path, stat};
 use super::inode::Inode;
 use super::{CachePolicy, PassthroughFs, cred, sys};
 use crate::fuse::abi::{ATTR_DAX, ATTR_LEASED, InitFlags};
 use crate::fuse::notify::Sink;
-use crate::watch::{Cover, FileId, Listener, Target, Watch};
+use crate::fuse::ops::Result;
+use crate::watch::{Change, Cover, FileId, Listener, Target, Watch};
 
 /// Takes what the watch says to the guest.
-pub(super) struct Teller(pub Arc<dyn Sink>);
+pub(super) struct Teller {
+    pub guest: Arc<dyn Sink>,
+    pub watchers: Arc<Watchers>,
+}
 
 impl Listener for Teller {
     fn node_changed(&self, node: u64, contents: bool) {
-        self.0.inval_inode(node, contents);
+        self.guest.inval_inode(node, contents);
     }
 
     fn name_changed(&self, dir: u64, name: &[u8]) {
-        self.0.inval_entry(dir, name);
+        self.guest.inval_entry(dir, name);
     }
 
     fn all_changed(&self) {
-        self.0.inc_epoch();
+        self.guest.inc_epoch();
+        self.watchers.lost(&*self.guest);
+    }
+
+    fn change(&self, change: &Change) {
+        self.watchers.tell(change, &*self.guest);
     }
 }
 
@@ -228,12 +239,32 @@ impl PassthroughFs {
         }
     }
 
+    /// Begins to tell the guest what others do to a node.
+    pub(super) fn watch_node(&self, node: u64, mask: u32) -> Result<()> {
+        if mask == 0 {
+            self.watchers.remove(node);
+            return Ok(());
+        }
+        let watch = self.watch().ok_or(Errno::NOSYS)?;
+        let inode = self.inodes.get(node)?;
+        // Before the mark: no event is missed then.
+        self.watchers.set(&inode, mask)?;
+        let marked = watch.is_marked(node) || inode.with_fd(&self.places, |fd| Ok(self.mark(watch, &inode, fd)))?;
+        if !marked {
+            self.watchers.remove(node);
+            return Err(Errno::NOSPC);
+        }
+        // The guest may have forgotten it meanwhile, by another queue.
+        self.inodes.get(node).map(drop).inspect_err(|_| self.watchers.remove(node))
+    }
+
     /// The guest has forgotten references to a node. `inode`: the node before that, if it is marked.
     pub(super) fn forgot(&self, node: u64, inode: Option<&Arc<Inode>>) {
         let Some(watch) = self.watch() else { return };
         if self.inodes.get(node).is_ok() {
             return;
         }
+        self.watchers.remove(node);
         watch.forget(node, |unmark| {
             let Some(inode) = inode else { return };
             let directory = inode.format() == libc::S_IFDIR;

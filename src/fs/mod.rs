@@ -5,6 +5,7 @@ mod config;
 mod contents;
 mod cred;
 mod dir;
+mod events;
 mod fd;
 mod file;
 mod file_handle;
@@ -49,6 +50,7 @@ use crate::fuse::ops::{Control, Result, Session};
 use crate::watch::Watch;
 use crate::window::{self, Window};
 pub use config::{CachePolicy, Config, FileHandles, Migration, MigrationMode, MigrationOnError, NoOpen, Offer};
+use events::Watchers;
 use handle::{Handles, Listings};
 use host::{HostFs, Hosts};
 use inode::Places;
@@ -81,6 +83,8 @@ pub struct PassthroughFs {
     /// The clock of file times. Tests have another.
     clock: fn() -> Timespec,
     leases: Leases,
+    /// What processes of the guest watch.
+    watchers: Arc<Watchers>,
 }
 
 impl PassthroughFs {
@@ -114,11 +118,13 @@ impl PassthroughFs {
             let host = map.to_host(c"security.capability").ok()?;
             (&*host != c"security.capability").then(|| host.into_owned())
         });
+        let places = Arc::new(Places::new(config.inode_file_handles));
         Ok(Self {
             timeout,
             inodes: Inodes::new(root, config.max_inodes)?,
             handles: Handles::new(),
-            places: Arc::new(Places::new(config.inode_file_handles)),
+            watchers: Arc::new(Watchers::new(places.clone())),
+            places,
             locks: Locks::default(),
             listings: Arc::default(),
             hosts: Hosts::default(),
@@ -144,7 +150,7 @@ impl PassthroughFs {
     /// If there is no thread.
     pub fn with_watch(mut self, watch: Option<Watch>) -> io::Result<Self> {
         if let Some(watch) = &watch {
-            watch.start(Arc::new(Teller(self.notifier.clone())))?;
+            watch.start(Arc::new(self.teller()))?;
         }
         self.leases.watch = watch;
         Ok(self)
@@ -152,9 +158,13 @@ impl PassthroughFs {
 
     #[cfg(test)]
     fn with_stepped_watch(mut self, watch: Watch, step: impl Fn(crate::watch::Step) + Send + 'static) -> Self {
-        watch.start_stepped(Arc::new(Teller(self.notifier.clone())), step).unwrap();
+        watch.start_stepped(Arc::new(self.teller()), step).unwrap();
         self.leases.watch = Some(watch);
         self
+    }
+
+    fn teller(&self) -> Teller {
+        Teller { guest: self.notifier.clone(), watchers: self.watchers.clone() }
     }
 
     /// Lets the guest map files.
@@ -262,6 +272,7 @@ impl PassthroughFs {
         // The target of a migration learns only later that the guest takes notifications.
         let leases = if moved { self.leases.watch.is_some() } else { self.offers_leases() };
         wanted.set(InitFlags::LEASES, leases);
+        wanted.set(InitFlags::FSNOTIFY, if moved { self.leases.watch.is_some() } else { self.watch().is_some() });
         let flags = wanted & offered;
         self.session.store(flags.bits(), Ordering::Relaxed);
         Ok(Session { flags, map_alignment: window::RANGE_SHIFT })
@@ -287,7 +298,12 @@ impl Control for PassthroughFs {
         if let Some(window) = &self.window {
             window.reset();
         }
+        self.watchers.clear();
         self.notifier.clear();
+    }
+
+    fn watch_events(&self, node: u64, mask: u32) -> Result<()> {
+        self.watch_node(node, mask)
     }
 
     fn interrupt(&self, unique: u64) {
@@ -299,6 +315,12 @@ impl Control for PassthroughFs {
             return Err(io::Error::new(
                 io::ErrorKind::Unsupported,
                 "the guest has window passthrough, which cannot move",
+            ));
+        }
+        if !self.watchers.is_empty() {
+            return Err(io::Error::new(
+                io::ErrorKind::Unsupported,
+                "a process of the guest watches files of the share (inotify), and the watch cannot move",
             ));
         }
         self.save_state()?.encode().map_err(io::Error::other)

@@ -31,8 +31,15 @@ macro_rules! opcodes {
         pub enum Opcode { $($name = $value,)* }
 
         impl Opcode {
-            /// All opcodes are below this number.
-            pub const COUNT: usize = { let last = [$($value),*]; last[last.len() - 1] + 1 };
+            /// All opcodes.
+            pub const ALL: &'static [Self] = &[$(Self::$name),*];
+
+            /// Its place in [`ALL`](Self::ALL). The numbers of the opcodes have a gap before the last.
+            pub fn index(self) -> usize {
+                #[repr(usize)]
+                enum Place { $($name),* }
+                match self { $(Self::$name => Place::$name as usize,)* }
+            }
 
             /// The opcode with this number, if there is one.
             pub fn from_u32(value: u32) -> Option<Self> {
@@ -94,6 +101,7 @@ opcodes! {
     Tmpfile = 51,
     Statx = 52,
     CopyFileRange64 = 53,
+    FsnotifyWatch = 1000,
 }
 
 bitflags::bitflags! {
@@ -130,6 +138,8 @@ bitflags::bitflags! {
         const ALLOW_IDMAP = 1 << 40;
         /// Leases (docs/protocol.md). Not Linux's.
         const LEASES = 1 << 61;
+        /// Remote file events (docs/protocol.md). Not Linux's.
+        const FSNOTIFY = 1 << 60;
         /// Window passthrough (docs/protocol.md). Not Linux's.
         const PASSTHROUGH_SHM = 1 << 62;
     }
@@ -557,6 +567,11 @@ wire! {
     }
     struct CopyFileRangeOut {
         bytes_copied: u64,
+    }
+    struct FsnotifyWatchIn {
+        /// FS_* of include/linux/fsnotify_backend.h.
+        mask: u32,
+        padding: u32,
     }
     struct SetupmappingIn {
         /// Linux sends -1: the nodeid names the file.

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::abi::Opcode;
 
 /// Counts by opcode, since the daemon's start.
-pub struct Counters([AtomicU64; Opcode::COUNT]);
+pub struct Counters([AtomicU64; Opcode::ALL.len()]);
 
 impl Default for Counters {
     fn default() -> Self {
@@ -16,12 +16,12 @@ impl Default for Counters {
 
 impl Counters {
     pub(super) fn add(&self, opcode: Opcode) {
-        self.0[opcode as usize % Opcode::COUNT].fetch_add(1, Ordering::Relaxed);
+        self.0[opcode.index()].fetch_add(1, Ordering::Relaxed);
     }
 
     /// The number of requests with this opcode.
     pub fn get(&self, opcode: Opcode) -> u64 {
-        self.0[opcode as usize % Opcode::COUNT].load(Ordering::Relaxed)
+        self.0[opcode.index()].load(Ordering::Relaxed)
     }
 }
 
@@ -29,8 +29,8 @@ impl Counters {
 impl fmt::Display for Counters {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         writeln!(f, "# HELP thruway_requests_total FUSE requests of the guest\n# TYPE thruway_requests_total counter")?;
-        for opcode in (0..Opcode::COUNT as u32).filter_map(Opcode::from_u32) {
-            writeln!(f, "thruway_requests_total{{opcode=\"{opcode:?}\"}} {}", self.get(opcode))?;
+        for opcode in Opcode::ALL {
+            writeln!(f, "thruway_requests_total{{opcode=\"{opcode:?}\"}} {}", self.get(*opcode))?;
         }
         Ok(())
     }
