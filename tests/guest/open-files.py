@@ -11,7 +11,7 @@ with open('/proc/sys/fs/file-max', 'w') as most:
     most.write(str(count * 2))
 with open('/proc/sys/fs/nr_open', 'w') as most:
     most.write(str(1 << 21))
-resource.setrlimit(resource.RLIMIT_NOFILE, (count + 1000,) * 2)
+resource.setrlimit(resource.RLIMIT_NOFILE, (count + count // 1000 + 1000,) * 2)
 
 
 def drop_caches():
