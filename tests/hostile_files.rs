@@ -11,7 +11,7 @@ use rustix::fs::{Mode, OFlags};
 use tempfile::TempDir;
 use thruway::device;
 use thruway::fs::idmap::IdMap;
-use thruway::fs::{Config, PassthroughFs, proc_self_fd};
+use thruway::fs::{Config, FileHandles, PassthroughFs, proc_self_fd};
 use thruway::fuse::Server;
 use thruway::fuse::abi::*;
 use thruway_bench::frontend::{Frontend, Options, Token};
@@ -377,4 +377,17 @@ fn a_guest_that_opens_too_many_files_is_still_served() {
     let release = ReleaseIn { fh: fhs[0], ..Default::default() };
     daemon.call::<[u8; 0]>(Opcode::Release, entry.nodeid, release.as_bytes()).unwrap();
     opening().unwrap();
+}
+
+/// A rename holds both directories. If a file were one of them, a rename over that file would wait for itself.
+#[test]
+fn a_file_is_no_directory_of_a_rename() {
+    let guest = Guest::new(Config { inode_file_handles: FileHandles::Prefer, ..Default::default() });
+    std::fs::write(guest.path("f"), "f").unwrap();
+    let node = guest.lookup(b"f\0").unwrap();
+    let over_itself = with(RenameIn { newdir: ROOT_ID }, b"a\0f\0");
+    assert_eq!(guest.call(Opcode::Rename, node, &over_itself), Err(libc::ENOTDIR));
+    let away = with(RenameIn { newdir: node }, b"f\0a\0");
+    assert_eq!(guest.call(Opcode::Rename, ROOT_ID, &away), Err(libc::ENOTDIR));
+    assert_eq!(guest.names(), ["f"]);
 }

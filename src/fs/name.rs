@@ -30,7 +30,7 @@ impl PassthroughFs {
     /// Runs `f` with the directory `parent`, after it has checked `name`.
     ///
     /// # Errors
-    /// EINVAL if `name` could lead out of the directory.
+    /// EINVAL if `name` could lead out of the directory, ENOTDIR if `parent` is none.
     pub(super) fn within<R>(
         &self,
         parent: u64,
@@ -41,6 +41,10 @@ impl PassthroughFs {
             return Err(Errno::INVAL);
         }
         let parent = self.inodes.get(parent)?;
+        // `f` may change the place of a file that is not a directory (`Inode::hold`), which is locked from here on.
+        if parent.format() != libc::S_IFDIR {
+            return Err(Errno::NOTDIR);
+        }
         parent.with_fd(&self.places, |dir| f(&parent, dir))
     }
 
