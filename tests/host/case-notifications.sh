@@ -47,8 +47,3 @@ case_inotify_uml() {
     "$root/vm-images/setup.sh" uml-smp
     inotify_case --kind uml-smp
 }
-
-case_inotify_qemu() {
-    passthrough
-    inotify_case --kind qemu --dax "${window_boot[@]}"
-}
