@@ -92,7 +92,7 @@ pub const QUEUE_BYTES: usize = 20 << 20;
 /// [`INODE_MEMORY`], all of them 2 GiB. At the limit, a lookup of any other file gets ENFILE.
 pub const INODES: usize = 1 << 22;
 
-/// Bytes of memory that one known inode takes, including its entries in both tables while these grow. Most take 300. A
+/// Bytes of memory that one known inode takes, including its entries in both tables while these grow. Most take 350. A
 /// test holds it.
 pub const INODE_MEMORY: usize = 512;
 
