@@ -8,6 +8,7 @@
 
 pub mod cli;
 pub mod device;
+mod fanotify;
 pub mod fs;
 pub mod fuse;
 pub mod limits;

@@ -3,19 +3,7 @@
 use zerocopy::{FromBytes, Immutable, KnownLayout};
 
 use super::FileId;
-
-/// struct fanotify_event_metadata of include/uapi/linux/fanotify.h.
-#[repr(C)]
-#[derive(FromBytes, Immutable, KnownLayout)]
-struct Metadata {
-    event_len: u32,
-    vers: u8,
-    reserved: u8,
-    metadata_len: u16,
-    mask: u64,
-    fd: i32,
-    pid: i32,
-}
+use crate::fanotify::Metadata;
 
 /// struct fanotify_event_info_fid, and the struct file_handle in it, without its bytes.
 #[repr(C)]

@@ -16,7 +16,6 @@
 //! in a directory that is not marked, mounts, and access times.
 
 mod event;
-mod sys;
 mod table;
 #[cfg(test)]
 pub(crate) mod tests;
@@ -32,11 +31,13 @@ use parking_lot::{Mutex, RwLock};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::io::Errno;
 
-use crate::limits;
+use crate::{fanotify, limits};
 use event::{Event, Place};
 use table::Table;
 pub use table::{Cover, FileId};
 
+/// A group that reports events with the directory, the name and the file (Linux 5.17). It needs no privilege.
+const GROUP: u32 = libc::FAN_CLASS_NOTIF | libc::FAN_REPORT_DFID_NAME_TARGET | libc::FAN_NONBLOCK;
 /// What a directory's mark reports. FAN_CLOSE_WRITE shows what was stored through a mapping, once that is gone.
 const DIRECTORY: u64 = FILE | libc::FAN_CREATE | libc::FAN_DELETE | libc::FAN_RENAME | FLAGS;
 /// What the mark of another file reports.
@@ -159,7 +160,7 @@ impl Watch {
 
     pub(crate) fn with_limits(most_marks: usize, most_nodes: usize) -> io::Result<Self> {
         let shared = Shared {
-            group: sys::init()?,
+            group: fanotify::init(GROUP)?,
             end: eventfd(0, EventfdFlags::CLOEXEC)?,
             own: std::process::id() as i32,
             table: RwLock::default(),
@@ -287,7 +288,7 @@ impl Watch {
             return Err(Errno::NOSPC);
         }
         let flags = libc::FAN_MARK_ADD | target.flags();
-        match sys::mark(shared.group.as_fd(), flags, target.mask(), target.start(), target.path) {
+        match fanotify::mark(shared.group.as_fd(), flags, target.mask(), target.start(), Some(target.path)) {
             Ok(()) => {
                 shared.table.write().set_marked(node, true);
                 Ok(())
@@ -321,7 +322,7 @@ impl Watch {
             unmark(&|target| {
                 // The mark of a file that is gone went with it.
                 let flags = libc::FAN_MARK_REMOVE | target.flags();
-                let _ = sys::mark(shared.group.as_fd(), flags, target.mask(), target.start(), target.path);
+                let _ = fanotify::mark(shared.group.as_fd(), flags, target.mask(), target.start(), Some(target.path));
             });
         }
         shared.full.store(false, Ordering::Relaxed);
@@ -336,7 +337,7 @@ impl Watch {
         }
         shared.table.write().clear();
         // Marks that stay cost no more than events that nobody asked for.
-        let _ = sys::flush(shared.group.as_fd());
+        let _ = fanotify::flush(shared.group.as_fd());
         shared.full.store(false, Ordering::Relaxed);
     }
 }

@@ -24,7 +24,7 @@ use super::marks::{DEADLINE, Gate, LastCaller, Passing, RUNNING, Watch};
 use super::messages::{CHANGED, Notice, OVERDUE, REVOKE};
 use super::nodes::FileId;
 use super::shared::Shared;
-use crate::window::sys::{self, Event};
+use crate::fanotify::{self, Event};
 
 /// How long a caller may take from its event to its sleep, where its system call can be read: it has only to be
 /// scheduled.
@@ -63,7 +63,7 @@ pub fn run(shared: &Arc<Shared>, gate: &Gate) {
     let mut buffer = [0; BUFFER];
     loop {
         if waiting.is_empty() || has_event(gate) {
-            for event in sys::fanotify_read(gate.marks.group.as_fd(), &mut buffer).unwrap_or_default() {
+            for event in fanotify::read(gate.marks.group.as_fd(), &mut buffer).unwrap_or_default() {
                 waiting.extend(first_look(gate, &mut last, event));
             }
         }
@@ -106,7 +106,7 @@ fn first_look(gate: &Gate, last: &mut LastCaller, event: Event) -> Option<Waitin
 
 fn allow(gate: &Gate, file: &OwnedFd) {
     // It fails for a caller that was killed.
-    let _ = sys::fanotify_allow(gate.marks.group.as_fd(), file.as_fd());
+    let _ = fanotify::allow(gate.marks.group.as_fd(), file.as_fd());
 }
 
 fn keeps_waiting(shared: &Shared, gate: &Gate, waiting: &mut Waiting) -> bool {
@@ -239,7 +239,7 @@ const GATHERED: Duration = Duration::from_millis(1);
 pub fn watch(shared: &Shared, watch: &Watch) {
     let mut buffer = [0; BUFFER];
     loop {
-        let Ok(events) = sys::fanotify_read(watch.group(), &mut buffer) else { continue };
+        let Ok(events) = fanotify::read(watch.group(), &mut buffer) else { continue };
         let ours = [shared.daemon.load(Ordering::Relaxed), std::process::id() as i32];
         // Without a file it is the overflow of the queue: anything may have changed.
         let changed = events.iter().filter(|e| !ours.contains(&e.pid));

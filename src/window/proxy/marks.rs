@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use libc::*;
@@ -12,7 +12,7 @@ use rustix::fs::{AtFlags, Mode, OFlags, openat, readlinkat, statat};
 use rustix::process::getppid;
 
 use super::nodes::FileId;
-use crate::window::sys;
+use crate::fanotify;
 
 /// The caller is about to use or change contents (include/uapi/linux/fanotify.h, Linux 6.14).
 pub const FAN_PRE_ACCESS: u64 = 0x0010_0000;
@@ -30,15 +30,19 @@ pub struct Marks {
 
 impl Marks {
     fn new(flags: c_uint, mask: u64) -> io::Result<Self> {
-        let group = sys::fanotify_init(flags | FAN_UNLIMITED_MARKS)?;
+        let group = fanotify::init(flags | FAN_UNLIMITED_MARKS)?;
         Ok(Self { group, mask, counts: Mutex::default() })
+    }
+
+    fn set(&self, action: u32, file: BorrowedFd) -> io::Result<()> {
+        fanotify::mark(self.group.as_fd(), action, self.mask, file.as_raw_fd(), None)
     }
 
     /// Marks a file once more.
     pub fn add(&self, file: FileId, real: impl AsFd) -> io::Result<()> {
         let mut counts = self.counts.lock();
         if !counts.contains_key(&file) {
-            sys::fanotify_mark(self.group.as_fd(), FAN_MARK_ADD, self.mask, real.as_fd())?;
+            self.set(FAN_MARK_ADD, real.as_fd())?;
         }
         *counts.entry(file).or_default() += 1;
         Ok(())
@@ -50,7 +54,7 @@ impl Marks {
         let Ok(probe) = rustix::fs::memfd_create("thruwayd-probe", rustix::fs::MemfdFlags::CLOEXEC) else {
             return false;
         };
-        let marked = sys::fanotify_mark(self.group.as_fd(), FAN_MARK_ADD, self.mask, probe.as_fd());
+        let marked = self.set(FAN_MARK_ADD, probe.as_fd());
         !marked.is_err_and(|e| e.raw_os_error() == Some(EINVAL))
     }
 
@@ -62,7 +66,7 @@ impl Marks {
         if *count == 0 {
             counts.remove(&file);
             // A file that is gone has no mark.
-            let _ = sys::fanotify_mark(self.group.as_fd(), FAN_MARK_REMOVE, self.mask, real.as_fd());
+            let _ = self.set(FAN_MARK_REMOVE, real.as_fd());
         }
     }
 }
