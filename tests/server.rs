@@ -4,7 +4,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicBool;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
@@ -12,9 +12,11 @@ use tempfile::TempDir;
 use thruway::fs::{CachePolicy, Config, FileHandles, NoOpen, PassthroughFs, proc_self_fd};
 use thruway::fuse::abi::*;
 use thruway::fuse::buf::IoRange;
+use thruway::fuse::notify::{Notification, Sink};
 use thruway::fuse::ops::Wait;
 use thruway::fuse::{Io, Job, Server, Transport, WayBack, Work};
 use thruway::limits::{DATA_BYTES, INODE_MEMORY, REMOVED_PARTS};
+use thruway::watch::Watch;
 use zerocopy::{FromBytes, IntoBytes};
 
 /// Counts the calling thread's allocations, and its bytes that are not freed.
@@ -87,12 +89,35 @@ struct Guest {
     dir: TempDir,
 }
 
+/// A guest that takes notifications.
+struct Open;
+
+impl Sink for Open {
+    fn is_open(&self) -> bool {
+        true
+    }
+
+    fn notify(&self, _notification: Notification) {}
+
+    fn clear(&self) {}
+}
+
 impl Guest {
     fn new(config: Config) -> Self {
+        Self::of(config, |fs| fs)
+    }
+
+    /// A guest with leases.
+    fn leased(config: Config) -> Self {
+        let watch = Watch::new().unwrap();
+        Self::of(config, |fs| fs.with_notifier(Arc::new(Open)).with_watch(Some(watch)).unwrap())
+    }
+
+    fn of(config: Config, more: impl FnOnce(PassthroughFs) -> PassthroughFs) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let root: OwnedFd = rustix::fs::open(dir.path(), flags, Mode::empty()).unwrap();
-        let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), config).unwrap();
+        let fs = more(PassthroughFs::new(root, proc_self_fd().unwrap(), config).unwrap());
         let work = Work::default();
         let mut guest = Self { server: Server::new(fs), work, request: Vec::new(), reply: vec![0; 1 << 17], dir };
         let init = InitIn { major: 7, minor: 45, flags: u32::MAX, flags2: u32::MAX, ..Default::default() };
@@ -177,6 +202,34 @@ fn the_hot_path_allocates_nothing_once_warm() {
         let before = COUNT.get();
         for _ in 0..100 {
             hot_path(&mut guest);
+        }
+        assert_eq!(COUNT.get() - before, 0, "{inode_file_handles:?}");
+    }
+}
+
+/// The same for a guest with leases, which asks for what others have changed.
+#[test]
+fn the_hot_path_allocates_nothing_with_leases() {
+    for inode_file_handles in [FileHandles::Never, FileHandles::Prefer] {
+        let lease_timeout = std::time::Duration::from_secs(7777);
+        let mut guest = Guest::leased(Config { inode_file_handles, lease_timeout, ..Default::default() });
+        std::fs::write(guest.dir.path().join("file"), vec![7; 8192]).unwrap();
+        let look = |guest: &mut Guest, name: &[u8]| {
+            let out = guest.call(Opcode::Lookup, ROOT_ID, &[name]).unwrap();
+            EntryOut::read_from_prefix(out).unwrap().0
+        };
+        let path = |guest: &mut Guest| {
+            hot_path(guest);
+            let (missing, found) = (look(guest, b"missing\0"), look(guest, b"file\0"));
+            assert_eq!((missing.nodeid, missing.entry_valid, found.entry_valid), (0, 7777, 7777));
+            let out = guest.call(Opcode::Getattr, found.nodeid, &[GetattrIn::default().as_bytes()]).unwrap();
+            AttrOut::read_from_prefix(out).unwrap().0.attr_valid
+        };
+        // The first lookups learn of the file. If an event of the new file was handled meanwhile, the next one does.
+        while path(&mut guest) != 7777 {}
+        let before = COUNT.get();
+        for _ in 0..100 {
+            assert_eq!(path(&mut guest), 7777);
         }
         assert_eq!(COUNT.get() - before, 0, "{inode_file_handles:?}");
     }
