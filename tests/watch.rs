@@ -1,0 +1,362 @@
+//! What a guest with leases is told on each file system that is watched, for a daemon of root and one without
+//! privileges. Needs root, loop devices, mkfs.ext4, mkfs.xfs, mkfs.btrfs and mkfs.f2fs.
+//!
+//! Each test has its own process and mount namespace.
+
+mod processes;
+
+use std::fs;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+use processes::{run_all, skip, this};
+use rustix::fs::{Mode, OFlags};
+use tempfile::TempDir;
+use thruway::fs::{Config, PassthroughFs, proc_self_fd};
+use thruway::fuse::abi::*;
+use thruway::fuse::notify::{Notification, Sink};
+use thruway::fuse::ops::{Attrs, Control, Names};
+use thruway::watch::Watch;
+
+type Test = fn(&Path);
+
+const TESTS: &[(&str, Test)] =
+    &[("every_change_is_told", every_change_is_told), ("nested_file_systems", nested_file_systems)];
+
+/// The last is a subvolume, with a file system id of its own.
+const DISKS: &[&str] = &["ext4", "xfs", "f2fs", "tmpfs", "btrfs", "btrfs-subvolume"];
+
+const USERS: &[&str] = &["root", "nobody"];
+
+/// Tests in a user namespace, and what is written to /proc/sys/user/max_fanotify_* there.
+const LIMITED: &[(&str, Test, &str)] = &[
+    ("marks_run_out", marks_run_out, "echo 3 >/proc/sys/user/max_fanotify_marks"),
+    ("there_is_no_group", there_is_no_group, "echo 0 >/proc/sys/user/max_fanotify_groups"),
+];
+
+/// What a lease lasts here. No other timeout is as long.
+const LEASE: u64 = 7777;
+
+/// A limit on hangs.
+const LONG: Duration = Duration::from_secs(60);
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    match args.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        ["--run", name, disk, user] => on_disk(name, disk, user),
+        ["--inside", name, share] => test_of(name)(Path::new(share)),
+        _ => return run(args.iter().find(|arg| !arg.starts_with('-')).map_or("", String::as_str)),
+    }
+    ExitCode::SUCCESS
+}
+
+fn test_of(name: &str) -> Test {
+    let limited = LIMITED.iter().map(|(name, test, _)| (*name, *test));
+    TESTS.iter().copied().chain(limited).find(|(known, _)| *known == name).unwrap().1
+}
+
+fn run(filter: &str) -> ExitCode {
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: it mounts file systems");
+        return ExitCode::SUCCESS;
+    }
+    let on_disks = TESTS
+        .iter()
+        .flat_map(|(name, _)| DISKS.iter().map(move |disk| (*name, *disk)))
+        .flat_map(|(name, disk)| USERS.iter().map(move |user| (name, disk, *user)));
+    let limited = LIMITED.iter().map(|(name, ..)| (*name, "tmpfs", "namespace"));
+    let all = on_disks.chain(limited);
+    run_all(all.map(|test| (format!("{} {} {}", test.0, test.1, test.2), test)), filter, |(name, disk, user)| {
+        // This process removes the directory: the test itself cannot while its file system is mounted.
+        let scratch = TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let mut run = Command::new("unshare");
+        run.env("TMPDIR", scratch.path());
+        run.args(["--mount", "--propagation=private"]);
+        run.arg(this(&[]).get_program()).args(["--run", name, disk, user]).status().unwrap()
+    })
+}
+
+fn sh(command: &str) {
+    let output = Command::new("sh").args(["-ec", command]).output().unwrap();
+    assert!(output.status.success(), "{command}: {}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// Mounts a file system, and runs the test there as the user.
+fn on_disk(name: &str, disk: &str, user: &str) {
+    // Everybody may enter /mnt. What is mounted here ends with the namespace.
+    sh("mount -t tmpfs -o mode=755 none /mnt && mkdir -m 777 /mnt/share");
+    let image = std::env::temp_dir().join("image");
+    let image = image.to_str().unwrap();
+    match disk {
+        "tmpfs" => sh("mount -t tmpfs -o size=64M,mode=777 none /mnt/share"),
+        _ => {
+            let mkfs = match disk {
+                "f2fs" => "mkfs.f2fs",
+                "ext4" => "mkfs.ext4 -q",
+                "xfs" => "mkfs.xfs -q",
+                _ => "mkfs.btrfs -q",
+            };
+            // XFS wants 300 MiB.
+            sh(&format!("truncate -s 320M {image}"));
+            let made = Command::new("sh")
+                .args(["-ec", &format!("{mkfs} {image}")])
+                .stdout(Stdio::null())
+                .stderr(Stdio::null())
+                .status();
+            if !made.unwrap().success() {
+                skip(format!("{mkfs} does not work"));
+            }
+            let mut mount = Command::new("mount");
+            mount.args(["-o", "loop", image, "/mnt/share"]).stderr(Stdio::null());
+            if !mount.status().unwrap().success() {
+                skip(format!("the kernel does not mount {disk}"));
+            }
+            if disk == "btrfs-subvolume" {
+                sh("cd /mnt/share && btrfs -q subvolume create volume && mount --bind volume /mnt/share");
+            }
+            sh("chmod 777 /mnt/share");
+        }
+    }
+    if name == "nested_file_systems" {
+        sh("mkdir -m 777 /mnt/share/nested");
+        match disk {
+            // The same inode numbers as in the subvolume above, and another device number.
+            "btrfs" | "btrfs-subvolume" => sh("rmdir /mnt/share/nested; btrfs -q subvolume create /mnt/share/nested"),
+            _ => sh("mount -t tmpfs -o mode=777 none /mnt/share/nested"),
+        }
+        sh("chmod 777 /mnt/share/nested");
+        sh("mkdir /mnt/share/apart && touch /mnt/share/apart/file /mnt/share/bound && chmod 666 /mnt/share/apart/file");
+        sh("mount --bind /mnt/share/apart/file /mnt/share/bound");
+    }
+    let mut inside = Command::new("/proc/self/exe");
+    match (user, LIMITED.iter().find(|(limited, ..)| *limited == name)) {
+        (_, Some((_, _, limit))) => {
+            if !Command::new("unshare").args(["--user", "true"]).status().is_ok_and(|status| status.success()) {
+                skip("there are no user namespaces");
+            }
+            inside = Command::new("unshare");
+            let script = format!("{limit} 2>/dev/null || exit 77; exec \"$0\" \"$@\"");
+            inside.args(["--user", "--map-root-user", "sh", "-c", &script]).arg(this(&[]).get_program());
+        }
+        ("nobody", _) => drop(inside.uid(65534).gid(65534)),
+        _ => {}
+    }
+    let status = inside.args(["--inside", name, "/mnt/share"]).status().unwrap();
+    if status.code() == Some(77) {
+        skip("it cannot run here");
+    }
+    assert!(status.success(), "{status}");
+}
+
+/// What a guest is told.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Told {
+    /// The attributes, and the contents.
+    Inode(u64, bool),
+    Entry(u64, String),
+    Epoch,
+}
+
+#[derive(Default)]
+struct Queue {
+    told: Mutex<Vec<Told>>,
+    changed: Condvar,
+}
+
+impl Sink for Queue {
+    fn is_open(&self) -> bool {
+        true
+    }
+
+    fn notify(&self, notification: Notification) {
+        self.told.lock().push(match notification {
+            Notification::InvalInode { nodeid, contents } => Told::Inode(nodeid, contents),
+            Notification::InvalEntry { parent, name } => Told::Entry(parent, String::from_utf8_lossy(name).into()),
+            Notification::IncEpoch => Told::Epoch,
+            other => panic!("{other:?}"),
+        });
+        self.changed.notify_all();
+    }
+
+    fn clear(&self) {
+        self.told.lock().clear();
+    }
+}
+
+/// A guest with leases, and a host.
+struct World {
+    fs: PassthroughFs,
+    queue: Arc<Queue>,
+    share: PathBuf,
+}
+
+impl World {
+    fn new(share: &Path) -> Self {
+        Self::with_watch(share, Some(Watch::new().unwrap()))
+    }
+
+    fn with_watch(share: &Path, watch: Option<Watch>) -> Self {
+        let root = rustix::fs::open(share, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap();
+        let config = Config { lease_timeout: Duration::from_secs(LEASE), ..Config::default() };
+        let queue = Arc::new(Queue::default());
+        let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), config).unwrap();
+        let fs = fs.with_notifier(queue.clone()).with_watch(watch).unwrap();
+        fs.enter_thread();
+        fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM).unwrap();
+        Self { fs, queue, share: share.to_owned() }
+    }
+
+    /// Runs a shell command in the share. The shell and all that it starts are other processes.
+    fn host(&self, command: &str) {
+        sh(&format!("cd {} && {command}", self.share.display()));
+    }
+
+    fn look(&self, dir: u64, name: &str) -> EntryOut {
+        self.fs.lookup(dir, &std::ffi::CString::new(name).unwrap()).unwrap()
+    }
+
+    /// Looks a name up. It is leased: at once or, if an event was handled meanwhile, later.
+    fn leased(&self, dir: u64, name: &str) -> EntryOut {
+        let start = Instant::now();
+        loop {
+            let out = self.look(dir, name);
+            if valid(&out) == (LEASE, LEASE) || (out.nodeid, out.entry_valid) == (0, LEASE) {
+                return out;
+            }
+            assert!(start.elapsed() < LONG, "{name} is not leased: {:?}", valid(&out));
+        }
+    }
+
+    /// Waits until the guest has been told all of this. It may be told that contents have changed too: the host's kernel
+    /// merges events, and touch(1) opens the file for writing.
+    fn hears(&self, what: &str, expected: &[Told]) {
+        let mut told = self.queue.told.lock();
+        let covers = |told: &Told, expected: &Told| match (told, expected) {
+            (Told::Inode(told, contents), Told::Inode(node, wanted)) => told == node && contents >= wanted,
+            _ => told == expected,
+        };
+        while !expected.iter().all(|expected| told.iter().any(|told| covers(told, expected))) {
+            let timed_out = self.queue.changed.wait_for(&mut told, LONG).timed_out();
+            assert!(!timed_out, "{what}: {told:?} instead of {expected:?}");
+        }
+        told.clear();
+    }
+}
+
+/// How long name and attributes are valid, in seconds.
+fn valid(out: &EntryOut) -> (u64, u64) {
+    (out.entry_valid, out.attr_valid)
+}
+
+fn entry(dir: u64, name: &str) -> Told {
+    Told::Entry(dir, name.into())
+}
+
+fn every_change_is_told(share: &Path) {
+    let world = World::new(share);
+    world.host("mkdir d out && for f in f g h; do echo $f >d/$f; done && ln d/h out/h && ln -s f d/link");
+    let d = world.leased(ROOT_ID, "d").nodeid;
+    let [f, g, h, link] = ["f", "g", "h", "link"].map(|name| world.leased(d, name).nodeid);
+    assert_eq!(world.leased(d, "none").nodeid, 0);
+    // A daemon that may not open all files does not let the guest open them without a message.
+    let opens = world.leased(d, "f").attr.flags & ATTR_LEASED != 0;
+    assert_eq!(opens, rustix::process::geteuid().is_root());
+    let (attrs, all) = (|node| Told::Inode(node, false), |node| Told::Inode(node, true));
+    let names = |names: &[&str]| names.iter().map(|name| entry(d, name)).chain([all(d)]).collect::<Vec<_>>();
+    let with = |mut told: Vec<Told>, more: &[Told]| {
+        told.extend(more.iter().cloned());
+        told
+    };
+    let cases: Vec<(&str, Vec<Told>)> = vec![
+        ("echo x >d/f", vec![all(f)]),
+        ("echo y >>d/f", vec![all(f)]),
+        ("truncate -s 100 d/f", vec![all(f)]),
+        ("dd if=/dev/zero of=d/f bs=1 count=1 seek=9 conv=notrunc", vec![all(f)]),
+        ("fallocate -l 8192 d/f", vec![all(f)]),
+        ("chmod 600 d/f", vec![attrs(f)]),
+        ("touch -m d/f", vec![all(f)]),
+        ("touch -d '2001-02-03 04:05:06' d/f", vec![attrs(f)]),
+        ("echo z >>out/h", vec![all(h)]),
+        ("chmod 700 d", vec![attrs(d)]),
+        ("echo x >d/none", names(&["none"])),
+        ("mkdir d/dir", names(&["dir"])),
+        ("rmdir d/dir", names(&["dir"])),
+        ("mkfifo d/fifo", names(&["fifo"])),
+        ("ln -s x d/symlink", names(&["symlink"])),
+        ("ln d/f d/f2", with(names(&["f2"]), &[attrs(f)])),
+        ("rm d/f2", with(names(&["f2"]), &[attrs(f)])),
+        ("mv d/g d/g2", with(names(&["g", "g2"]), &[attrs(g)])),
+        ("mv d/g2 d/f", with(names(&["g2", "f"]), &[attrs(g)])),
+        ("rm d/link", with(names(&["link"]), &[attrs(link)])),
+        ("mv d/f out/f", with(names(&["f"]), &[attrs(g)])),
+        ("rm out/h", vec![attrs(h)]),
+        ("rm d/h", names(&["h"])),
+        ("rm -r d", vec![entry(ROOT_ID, "d"), all(ROOT_ID)]),
+    ];
+    for (command, expected) in cases {
+        world.host(command);
+        world.hears(command, &expected);
+    }
+}
+
+/// Another file system, or another subvolume, below the share. What is not watched is not leased.
+fn nested_file_systems(share: &Path) {
+    let world = World::new(share);
+    world.host("echo x >f && echo x >nested/f");
+    // The other name of a file that is mounted on one: its directory is not watched.
+    let bound = world.leased(ROOT_ID, "bound").nodeid;
+    world.host("echo x >>apart/file");
+    world.hears("a file that is mounted on another", &[Told::Inode(bound, true)]);
+    let nested = world.look(ROOT_ID, "nested").nodeid;
+    let node = |dir| world.look(dir, "f").nodeid;
+    let (upper, lower) = (node(ROOT_ID), node(nested));
+    assert_ne!(upper, lower);
+    let watched = world.look(nested, "f").entry_valid == LEASE;
+    println!("what is nested is {}", if watched { "watched" } else { "not watched" });
+    world.leased(ROOT_ID, "f");
+    world.host("echo y >>f");
+    world.hears("above", &[Told::Inode(upper, true)]);
+    if watched {
+        world.leased(nested, "f");
+        world.host("echo y >>nested/f && mv nested/f nested/g");
+        world.hears("below", &[Told::Inode(lower, true), entry(nested, "f"), entry(nested, "g")]);
+    } else {
+        assert_eq!(valid(&world.look(nested, "f")), (1, 1));
+        assert_eq!(world.fs.getattr(lower, None).unwrap().attr_valid, 1);
+    }
+}
+
+/// The kernel allows three marks: the share, `a` and `b`.
+fn marks_run_out(share: &Path) {
+    let world = World::new(share);
+    world.host("for d in a b c; do mkdir $d; echo $d >$d/f; done; ln a/f c/hard; echo x >f");
+    let [a, b, c] = ["a", "b", "c"].map(|name| world.look(ROOT_ID, name));
+    assert_eq!([valid(&a), valid(&b), valid(&c)], [(LEASE, LEASE), (LEASE, LEASE), (LEASE, 1)]);
+    world.leased(b.nodeid, "f");
+    assert_eq!(valid(&world.look(c.nodeid, "hard")), (1, 1), "neither the directory nor the file finds a mark");
+    assert_eq!(valid(&world.look(a.nodeid, "f")), (LEASE, 1), "it has several links");
+    // What is watched is still told.
+    let f = world.look(b.nodeid, "f").nodeid;
+    world.host("echo y >>b/f");
+    world.hears("a file in b", &[Told::Inode(f, true)]);
+    // The guest forgets b and its file, and the kernel has room for one more.
+    world.fs.forget(f, 1000);
+    world.fs.forget(b.nodeid, 1000);
+    assert_eq!(valid(&world.look(ROOT_ID, "c")), (LEASE, LEASE));
+    world.host("touch c/new");
+    world.hears("a name in c", &[entry(c.nodeid, "new"), Told::Inode(c.nodeid, true)]);
+}
+
+/// The user has too many groups already. The daemon serves without a watch.
+fn there_is_no_group(share: &Path) {
+    let watch = Watch::new();
+    assert_eq!(watch.as_ref().err().and_then(std::io::Error::raw_os_error), Some(libc::EMFILE));
+    let world = World::with_watch(share, watch.ok());
+    world.host("echo x >f");
+    assert_eq!(valid(&world.look(ROOT_ID, "f")), (1, 1));
+    assert!(fs::read(share.join("f")).is_ok());
+}
