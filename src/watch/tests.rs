@@ -13,6 +13,8 @@ use std::time::Duration;
 use parking_lot::Condvar;
 use rustix::fs::{CWD, FileType, Mode, RenameFlags, mknodat, renameat_with};
 use tempfile::TempDir;
+use vm_memory::mmap::MmapRegion;
+use vm_memory::{Bytes, FileOffset, VolatileMemory};
 
 use super::*;
 
@@ -80,6 +82,11 @@ fn the_host_process() {
             ["mkdir", path, _] => fs::create_dir(path).is_ok(),
             ["remove", path, _] => fs::remove_file(path).or_else(|_| fs::remove_dir(path)).is_ok(),
             ["link", from, to, _] => fs::hard_link(from, to).is_ok(),
+            // By a mapping, after which it closes the file.
+            ["store", path, text] => fs::OpenOptions::new().read(true).write(true).open(path).is_ok_and(|file| {
+                let mapped: Result<MmapRegion, _> = MmapRegion::from_file(FileOffset::new(file, 0), text.len());
+                mapped.is_ok_and(|mapped| mapped.as_volatile_slice().write_slice(text.as_bytes(), 0).is_ok())
+            }),
             ["symlink", target, to, _] => std::os::unix::fs::symlink(target, to).is_ok(),
             ["rename", from, to, _] => fs::rename(from, to).is_ok(),
             ["swap", from, to, _] => renameat_with(CWD, from, CWD, to, RenameFlags::EXCHANGE).is_ok(),
@@ -254,8 +261,9 @@ fn every_kind_of_change_is_told() {
         assert!(bench.watch.add(12, bench.id("outside/o")));
         assert_eq!(bench.told(), [], "own changes");
         let dir = || Told::Node(DIR, true);
-        let cases: [(&str, &[&str], &str, Vec<Told>); 10] = [
+        let cases: [(&str, &[&str], &str, Vec<Told>); 11] = [
             ("append", &["inside/a"], "x", vec![Told::Node(10, true)]),
+            ("store", &["inside/a"], "y", vec![Told::Node(10, true)]),
             ("chmod", &["inside/a"], "600", vec![Told::Node(10, false)]),
             ("chmod", &["inside"], "711", vec![Told::Node(DIR, false)]),
             ("write", &["inside/new"], "x", vec![name("new"), dir()]),
@@ -384,6 +392,31 @@ fn lost_events_are_told() {
     // It goes on.
     bench.host("chmod", &["inside"], "711");
     assert_eq!(bench.told(), [Told::Node(DIR, false)]);
+}
+
+#[test]
+fn after_a_failure_nothing_is_watched() {
+    let dir = TempDir::new().unwrap();
+    let path = c_path(dir.path());
+    let id = crate::fs::file_id(CWD, &path).unwrap();
+    let target = Target { dir: Some(CWD), path: &path, directory: true };
+    let mut watch = Watch::with_limits(100, 1000).unwrap();
+    watch.mark(DIR, id, target).unwrap();
+    assert!(watch.found(10, DIR, 0, || FileId::new(1, b"file")));
+    assert_eq!((watch.cover(DIR), watch.cover(10)), (Cover::Itself, Cover::ByDirectory));
+    // From now on read(2) of the group fails, as that of any directory does.
+    Arc::get_mut(&mut watch.shared).unwrap().group = fs::File::open(dir.path()).unwrap().into();
+    let (sender, told) = channel();
+    watch.start(Arc::new(Collector(Mutex::new(sender)))).unwrap();
+    assert_eq!(told.recv_timeout(LONG), Ok(Told::All));
+    assert_eq!((watch.cover(DIR), watch.cover(10), watch.handled()), (Cover::Not, Cover::Not, 1));
+    // Nothing is promised again.
+    assert!(!watch.add(11, id) && !watch.found(12, DIR, 1, || Some(id)));
+    assert_eq!((watch.mark(DIR, id, target), watch.is_marked(DIR)), (Err(Errno::NOSPC), false));
+    watch.forget(DIR, |_| panic!("it has no mark"));
+    watch.clear();
+    assert_eq!(watch.mark(DIR, id, target), Err(Errno::NOSPC));
+    assert!(told.recv_timeout(LONG).is_err(), "the thread has ended, and has said no more");
 }
 
 #[test]

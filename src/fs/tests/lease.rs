@@ -8,9 +8,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
-use rustix::fs::CWD;
+use rustix::fs::{CWD, IFlags, ioctl_getflags, ioctl_setflags};
 
 use super::*;
+use crate::fs::CachePolicy;
+use crate::fs::host::HostFs;
 use crate::fs::lease::Point;
 use crate::fuse::notify::{Notification, Sink};
 use crate::watch::tests::{Host, LONG, c_path, make, places};
@@ -195,15 +197,20 @@ struct World {
 
 /// A share with leases.
 fn leased(place: &Path, config: Config, most_marks: usize) -> (Share, Arc<Queue>) {
+    let (s, queue) = serve_watched(place, Config { lease_timeout: LEASE, ..config }, most_marks);
+    assert!(s.fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM).unwrap().flags.contains(InitFlags::LEASES));
+    (s, queue)
+}
+
+/// A share that is watched, before a session.
+fn serve_watched(place: &Path, config: Config, most_marks: usize) -> (Share, Arc<Queue>) {
     let queue = Arc::new(Queue::default());
     let passed = queue.clone();
     let dir = TempDir::new_in(place).unwrap();
-    let config = Config { lease_timeout: LEASE, ..config };
     let fs = PassthroughFs::new(open_root(dir.path()), proc_self_fd().unwrap(), config).unwrap();
     let watch = Watch::with_limits(most_marks, 100_000).unwrap();
     let fs = fs.with_notifier(queue.clone()).with_stepped_watch(watch, move |_: Step| passed.pass());
     fs.enter_thread();
-    assert!(fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM).unwrap().flags.contains(InitFlags::LEASES));
     (Share { dir, fs: Arc::new(fs) }, queue)
 }
 
@@ -492,6 +499,61 @@ fn a_guest_with_leases_knows_nothing_stale() {
     assert!(granted > 2 * checks, "only {granted} leases in {checks} checks");
 }
 
+#[test]
+fn lost_events_end_all_leases() {
+    for place in places() {
+        let world = World::new(&place, 1, Config::default());
+        let path = |name: &str| world.share.dir.path().join(name);
+        for name in ["A/f", "A/g", "B/f", "C/f"] {
+            world.host.borrow_mut().run("write", &[&path(name)], "1");
+        }
+        let look = || {
+            for dir in DIRS {
+                world.lookup(ROOT_ID, dir);
+                let node = world.guest.borrow().entries[&(ROOT_ID, dir.to_owned())];
+                NAMES.iter().for_each(|name| world.lookup(node, name));
+            }
+        };
+        let known = || (world.guest.borrow().entries.len(), world.guest.borrow().attrs.len());
+        // What is not leased, since an event came in between, is leased when the guest asks again.
+        look();
+        world.settle();
+        world.take();
+        look();
+        assert_eq!(known(), (15, 7));
+        let most = fs::read_to_string("/proc/sys/fs/fanotify/max_queued_events").unwrap();
+        let most: u32 = most.trim().parse().unwrap();
+        // The watch's thread stands still in its first event. What comes after the queue is full is lost.
+        world.queue.hold(true);
+        for n in 0..most + 1000 {
+            assert!(world.host.borrow_mut().run("mkdir", &[&path(&format!("B/n{n}"))], ""));
+        }
+        let mut host = world.host.borrow_mut();
+        assert!(host.run("append", &[&path("A/f")], "2") && host.run("chmod", &[&path("C/f")], "600"));
+        assert!(host.run("rename", &[&path("A/g"), &path("out/g")], "") && host.run("write", &[&path("A/h")], ""));
+        assert!(host.run("remove", &[&path("B/f")], ""));
+        drop(host);
+        world.queue.hold(false);
+        let mut told = world.queue.told.lock();
+        while !told.contains(&Told::Epoch) {
+            assert!(!world.queue.changed.wait_for(&mut told, LONG).timed_out(), "nobody says that events were lost");
+        }
+        drop(told);
+        world.check(1);
+        look();
+        world.check(1);
+        // It goes on: what is told after the loss is leased again.
+        world.take();
+        look();
+        let a = world.guest.borrow().entries[&(ROOT_ID, c"A".to_owned())];
+        let f = world.guest.borrow().entries[&(a, c"f".to_owned())];
+        assert!(world.guest.borrow().attrs.contains_key(&f));
+        assert!(world.host.borrow_mut().run("append", &[&path("A/f")], "3"));
+        world.check(1);
+        assert!(!world.guest.borrow().attrs.contains_key(&f));
+    }
+}
+
 /// The validity of an entry's name and attributes in seconds.
 fn valid(out: &EntryOut) -> (u64, u64) {
     (out.entry_valid, out.attr_valid)
@@ -588,11 +650,58 @@ fn leases_follow_the_cache_mode() {
         (f.entry_valid, f.attr.flags & ATTR_LEASED != 0)
     };
     let cache = |cache| Config { cache, ..Config::default() };
-    use crate::fs::CachePolicy::{Always, Auto, Metadata};
+    use CachePolicy::{Always, Auto, Metadata};
     assert_eq!(flags(cache(Auto)), (LEASE.as_secs(), true));
     assert_eq!(flags(cache(Always)), (86400, true));
     assert_eq!(flags(cache(Metadata)), (86400, false));
-    for config in [Config { writeback: true, ..cache(Auto) }, Config { flock: true, ..cache(Auto) }] {
+    let others = [
+        Config { writeback: true, ..cache(Auto) },
+        Config { flock: true, ..cache(Auto) },
+        Config { posix_lock: true, ..cache(Auto) },
+    ];
+    for config in others {
         assert_eq!(flags(config), (LEASE.as_secs(), false));
+    }
+}
+
+#[test]
+fn some_sessions_have_no_leases() {
+    let never = Config { cache: CachePolicy::Never, ..Config::default() };
+    for (config, lease_timeout) in [(never, LEASE), (Config::default(), Duration::ZERO)] {
+        let (s, _queue) = serve_watched(&std::env::temp_dir(), Config { lease_timeout, ..config }, 100);
+        let session = s.fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM).unwrap();
+        assert!(!session.flags.contains(InitFlags::LEASES));
+    }
+}
+
+#[test]
+fn a_file_system_that_cannot_be_watched_has_timeouts() {
+    let (s, queue) = leased(&std::env::temp_dir(), Config::default(), 100);
+    let dev = fs::metadata(s.dir.path()).unwrap().dev();
+    s.fs.hosts.pretend(dev, HostFs::default());
+    s.put("f", b"1");
+    let f = s.lookup(c"f").unwrap();
+    assert_eq!((valid(&f), f.attr.flags & ATTR_LEASED), ((1, 1), 0));
+    assert_eq!(s.fs.getattr(f.nodeid, None).unwrap().attr_valid, 1);
+    assert_eq!(s.lookup(c"missing").err(), Some(Errno::NOENT));
+    assert!(queue.told.lock().is_empty());
+}
+
+#[test]
+fn an_open_of_an_immutable_file_takes_a_message() {
+    let (s, _queue) = leased(&std::env::temp_dir(), Config::default(), 100);
+    for (name, flag) in [("i", IFlags::IMMUTABLE), ("a", IFlags::APPEND), ("n", IFlags::NODUMP)] {
+        s.put(name, b"1");
+        let file = fs::File::open(s.dir.path().join(name)).unwrap();
+        let before = ioctl_getflags(&file).unwrap_or(IFlags::empty());
+        if ioctl_setflags(&file, before | flag).is_err() {
+            return eprintln!("skipped: it needs root, and a file system with such flags");
+        }
+        let f = s.lookup(&CString::new(name).unwrap()).unwrap();
+        let (asked, valid) = (s.fs.getattr(f.nodeid, None).unwrap(), valid(&f));
+        ioctl_setflags(&file, before).unwrap();
+        let free = flag == IFlags::NODUMP;
+        assert_eq!((f.attr.flags & ATTR_LEASED != 0, asked.attr.flags & ATTR_LEASED != 0), (free, free), "{name}");
+        assert_eq!(valid, (LEASE.as_secs(), LEASE.as_secs()));
     }
 }
