@@ -3,22 +3,28 @@
 use std::fs::File;
 use std::io::Write;
 use std::os::unix::net::UnixListener;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
+use rustix::fs::{Mode, OFlags, open};
 use thruway::device::{self, Handler, NOTIFY_BUFFER, Notifier};
+use thruway::fs::{Config, PassthroughFs, proc_self_fd};
+use thruway::fuse::abi::{EntryOut, InitFlags, Opcode};
 use thruway::fuse::notify::Sink;
-use thruway::fuse::{Transport, Work};
+use thruway::fuse::{Server, Transport, Work};
 use thruway::limits::NOTIFICATIONS;
+use thruway::watch::Watch;
 use thruway_bench::frontend::{Frontend, MEMORY_BASE, Options};
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::{VhostTransferStateDirection, VhostTransferStatePhase};
 use virtio_bindings::virtio_ring::{VRING_DESC_F_NEXT, VRING_DESC_F_WRITE};
 use virtio_queue::desc::split::Descriptor;
 use vm_memory::{Bytes, GuestAddress};
+use zerocopy::FromBytes;
 
 /// The notification queue, and the first request queue after it.
 const NOTIFY: usize = 1;
@@ -64,6 +70,11 @@ struct Daemon {
 
 impl Daemon {
     fn start(request_queues: u16) -> Self {
+        Self::serve(request_queues, |_| Namer)
+    }
+
+    /// `handler` makes what serves requests.
+    fn serve<H: Handler>(request_queues: u16, handler: impl FnOnce(&Arc<Notifier>) -> H) -> Self {
         static NUMBER: AtomicUsize = AtomicUsize::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let path = std::env::temp_dir().join(format!("thruway-notify-{}-{number}", std::process::id()));
@@ -77,7 +88,8 @@ impl Daemon {
             notifier: Some(notifier.clone()),
             ..Default::default()
         };
-        thread::spawn(move || device::serve(listener, Arc::new(Namer), options));
+        let handler = Arc::new(handler(&notifier));
+        thread::spawn(move || device::serve(listener, handler, options));
         Self { path, notifier }
     }
 
@@ -198,6 +210,47 @@ fn a_driver_without_buffers_hears_of_too_much_at_once() {
     }
     assert_eq!(hear(&frontend).0, INC_EPOCH);
     nothing_waits(&daemon, &frontend);
+}
+
+/// What a guest learns of a name, by a daemon that watches.
+fn look(frontend: &Frontend, dir: u64, name: &str) -> EntryOut {
+    let name = format!("{name}\0");
+    let room = size_of::<EntryOut>();
+    let out = frontend.request(REQUESTS, Opcode::Lookup as u32, dir, name.as_bytes(), b"", room).unwrap();
+    EntryOut::read_from_bytes(&out).unwrap()
+}
+
+/// Runs a shell command in a directory, in another process.
+fn host(dir: &Path, command: &str) {
+    assert!(Command::new("sh").args(["-ec", command]).current_dir(dir).status().unwrap().success(), "{command}");
+}
+
+#[test]
+fn a_driver_without_buffers_is_served_while_the_host_changes_much() {
+    // Three times the limit.
+    const NAMES: usize = 3 * NOTIFICATIONS;
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let config = Config { lease_timeout: Duration::from_secs(7777), ..Config::default() };
+    let daemon = Daemon::serve(1, |notifier| {
+        let root = open(dir.path(), OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap();
+        let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), config).unwrap();
+        let fs = fs.with_notifier(notifier.clone()).with_watch(Some(Watch::new().unwrap())).unwrap();
+        Server::new(fs)
+    });
+    let frontend = daemon.connect(with_queue());
+    let flags = InitFlags::all() - InitFlags::PASSTHROUGH_SHM;
+    frontend.fuse_init(flags.bits()).unwrap();
+    host(dir.path(), "mkdir d; echo 1 >d/f");
+    let d = look(&frontend, 1, "d").nodeid;
+    host(&dir.path().join("d"), &format!("seq {NAMES} | sed s/^/n/ | xargs touch; echo more >>f"));
+    // The driver is served as before.
+    let f = look(&frontend, d, "f");
+    assert_eq!((f.attr.size, f.entry_valid), (7, 7777));
+    assert_ne!(look(&frontend, d, &format!("n{NAMES}")).nodeid, 0);
+    // The driver wakes up. All that it had is void, and it hears of what comes after that.
+    assert_eq!(hear(&frontend).0, INC_EPOCH);
+    host(dir.path(), "echo more >>d/f");
+    while hear(&frontend) != (INVAL_INODE, [f.nodeid, 0, 0].map(u64::to_le_bytes).concat()) {}
 }
 
 #[test]
