@@ -19,7 +19,7 @@ use super::handler::Handler;
 use super::queue::{Role, Workers};
 use super::ring::Ring;
 use super::scratch::BATCH;
-use crate::fuse::notify::{FsEvent, LONGEST, Notification, Sink};
+use crate::fuse::notify::{FS_Q_OVERFLOW, FsEvent, LONGEST, Notification, Sink};
 use crate::limits::{NOTIFICATIONS, NOTIFIED_EVENTS};
 
 /// The feature bit VIRTIO_FS_F_NOTIFICATION (VIRTIO 1.3, section 5.11.3).
@@ -33,9 +33,6 @@ pub const QUEUE: usize = 1;
 /// notification fits ([`LONGEST`], 1,073 bytes). A power of two divides pages, so that a driver can put its buffers
 /// into as few of them as possible.
 pub const BUFFER: u32 = (LONGEST as u32).next_power_of_two();
-
-/// fsnotify's mask of an event that stands for lost ones (FS_Q_OVERFLOW of include/linux/fsnotify_backend.h).
-const FS_Q_OVERFLOW: u32 = 0x4000;
 
 /// What the guest has not heard yet, and the way to wake the worker that tells it.
 pub struct Notifier {
@@ -279,7 +276,7 @@ impl Sink for Notifier {
 
     fn notify(&self, notification: Notification) {
         // A target of a migration may learn only later that the driver has taken the feature.
-        let is_kept = || self.is_open() || notification == Notification::IncEpoch;
+        let is_kept = || self.is_open() || notification.is_of_all();
         if !is_kept() {
             return;
         }
@@ -499,8 +496,9 @@ mod tests {
         assert_eq!(n.len(), 0);
         // At the target of a migration, before the features are known.
         n.inc_epoch();
+        n.event(FsEvent { nodeid: 0, child: 0, mask: FS_Q_OVERFLOW, cookie: 0, name: b"" });
         n.set_open(true);
-        assert_eq!(heard(&n), ["epoch"]);
+        assert_eq!(heard(&n), ["epoch", "event 0 0x4000"]);
         n.inval_inode(1, true);
         n.clear();
         assert!(heard(&n).is_empty());

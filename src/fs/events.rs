@@ -75,6 +75,11 @@ impl Watchers {
         self.nodes.read().is_empty()
     }
 
+    /// The nodes, with FS_* bits, in any order.
+    pub fn all(&self) -> Vec<(u64, u32)> {
+        self.nodes.read().iter().map(|(node, watched)| (*node, watched.mask)).collect()
+    }
+
     pub fn clear(&self) {
         let removed = std::mem::take(&mut *self.nodes.write());
         drop(removed);

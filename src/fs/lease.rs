@@ -245,17 +245,23 @@ impl PassthroughFs {
             self.watchers.remove(node);
             return Ok(());
         }
-        let watch = self.watch().ok_or(Errno::NOSYS)?;
-        let inode = self.inodes.get(node)?;
-        // Before the mark: no event is missed then.
-        self.watchers.set(&inode, mask)?;
-        let marked = watch.is_marked(node) || inode.with_fd(&self.places, |fd| Ok(self.mark(watch, &inode, fd)))?;
-        if !marked {
-            self.watchers.remove(node);
-            return Err(Errno::NOSPC);
-        }
+        self.watch().ok_or(Errno::NOSYS)?;
+        self.watch_inode(&self.inodes.get(node)?, mask)?;
         // The guest may have forgotten it meanwhile, by another queue.
         self.inodes.get(node).map(drop).inspect_err(|_| self.watchers.remove(node))
+    }
+
+    /// The same of an inode, even if it is not known yet whether the guest takes notifications. `mask` is not 0.
+    pub(super) fn watch_inode(&self, inode: &Arc<Inode>, mask: u32) -> Result<()> {
+        let watch = self.leases.watch.as_ref().ok_or(Errno::NOSYS)?;
+        // Before the mark: no event is missed then.
+        self.watchers.set(inode, mask)?;
+        let marked = match watch.is_marked(inode.id) {
+            true => Ok(true),
+            false => inode.with_fd(&self.places, |fd| Ok(self.mark(watch, inode, fd))),
+        };
+        let done = marked.and_then(|marked| if marked { Ok(()) } else { Err(Errno::NOSPC) });
+        done.inspect_err(|_| self.watchers.remove(inode.id))
     }
 
     /// The guest has forgotten references to a node. `inode`: the node before that, if it is marked.

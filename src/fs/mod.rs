@@ -317,12 +317,6 @@ impl Control for PassthroughFs {
                 "the guest has window passthrough, which cannot move",
             ));
         }
-        if !self.watchers.is_empty() {
-            return Err(io::Error::new(
-                io::ErrorKind::Unsupported,
-                "a process of the guest watches files of the share (inotify), and the watch cannot move",
-            ));
-        }
         self.save_state()?.encode().map_err(io::Error::other)
     }
 
@@ -333,6 +327,7 @@ impl Control for PassthroughFs {
         self.load_state(flags, state).inspect_err(|_| self.destroy())?;
         // What the source has seen and not told is lost.
         self.notifier.inc_epoch();
+        self.watchers.lost(&*self.notifier);
         Ok(())
     }
 }

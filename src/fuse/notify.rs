@@ -61,7 +61,19 @@ pub struct FsEvent<'a> {
     pub name: &'a [u8],
 }
 
+/// fsnotify's mask of an event that stands for lost ones (FS_Q_OVERFLOW of include/linux/fsnotify_backend.h).
+pub const FS_Q_OVERFLOW: u32 = 0x4000;
+
 impl Notification<'_> {
+    /// Whether it is about no node of the guest's, but stands for anything that may have happened.
+    pub fn is_of_all(&self) -> bool {
+        match self {
+            Self::IncEpoch => true,
+            Self::Event(event) => event.mask == FS_Q_OVERFLOW,
+            _ => false,
+        }
+    }
+
     /// Whether the name, if there is one, fits into a notification.
     pub fn fits(&self) -> bool {
         match *self {
