@@ -52,11 +52,13 @@ enum Kind {
     InvalEntry,
     Delete,
     IncEpoch,
+    Revoked,
     Event,
 }
 
 impl Kind {
-    const ALL: [Self; 5] = [Self::InvalInode, Self::InvalEntry, Self::Delete, Self::IncEpoch, Self::Event];
+    const ALL: [Self; 6] =
+        [Self::InvalInode, Self::InvalEntry, Self::Delete, Self::IncEpoch, Self::Revoked, Self::Event];
 
     fn of(notification: &Notification) -> Self {
         match notification {
@@ -64,15 +66,19 @@ impl Kind {
             Notification::InvalEntry { .. } => Self::InvalEntry,
             Notification::Delete { .. } => Self::Delete,
             Notification::IncEpoch => Self::IncEpoch,
+            Notification::Revoked => Self::Revoked,
             Notification::Event(_) => Self::Event,
         }
     }
 }
 
-/// Invalidations and events. Invalidations are sent first, so an event never comes before the invalidation that belongs
-/// to it, and an invalidation that waits may take in a later one.
+/// Revocations, invalidations and events, which are sent in this order. A host process may wait for a revocation. An
+/// event never comes before the invalidation that belongs to it, and an invalidation that waits may take in a later
+/// one.
 #[derive(Default)]
 struct Pending {
+    /// Slots were revoked. The table says which, so this is said once for all of them, and is never dropped.
+    revoked: bool,
     /// The guest must trust nothing. Other invalidations are not kept then.
     epoch: bool,
     /// In order of arrival.
@@ -108,12 +114,14 @@ const ID: usize = size_of::<u64>();
 
 impl Pending {
     fn len(&self) -> usize {
-        usize::from(self.epoch) + self.order.len() + self.events.len() + usize::from(self.lost)
+        let single: usize = [self.revoked, self.epoch, self.lost].map(usize::from).iter().sum();
+        single + self.order.len() + self.events.len()
     }
 
     fn add(&mut self, notification: Notification) {
         match notification {
             Notification::Event(event) => self.add_event(event),
+            Notification::Revoked => self.revoked = true,
             _ if self.epoch => {}
             notification if self.merges(&notification) => {}
             notification if self.order.len() >= NOTIFICATIONS || !notification.fits() => self.trust_nothing(),
@@ -136,7 +144,7 @@ impl Pending {
             }
             Notification::InvalEntry { parent, name } => (parent, name, 0),
             Notification::Delete { parent, child, name } => (parent, name, child),
-            Notification::IncEpoch | Notification::Event(_) => return false,
+            Notification::IncEpoch | Notification::Revoked | Notification::Event(_) => return false,
         };
         self.key.clear();
         self.key.extend(parent.to_ne_bytes());
@@ -153,7 +161,7 @@ impl Pending {
     /// Drops all invalidations for one that covers them.
     fn trust_nothing(&mut self) {
         let (events, lost) = (std::mem::take(&mut self.events), self.lost);
-        *self = Self { epoch: true, events, lost, ..Self::default() };
+        *self = Self { revoked: self.revoked, epoch: true, events, lost, ..Self::default() };
     }
 
     fn add_event(&mut self, event: FsEvent) {
@@ -167,6 +175,9 @@ impl Pending {
 
     /// Takes the next notification and calls `with` it. `None` if nothing waits.
     fn take<T>(&mut self, with: impl FnOnce(&Notification) -> T) -> Option<T> {
+        if std::mem::take(&mut self.revoked) {
+            return Some(with(&Notification::Revoked));
+        }
         if std::mem::take(&mut self.epoch) {
             return Some(with(&Notification::IncEpoch));
         }
@@ -198,12 +209,14 @@ impl Pending {
 
     /// A notification of this kind was taken and not sent: what covers it waits from now on.
     fn was_lost(&mut self, kind: Kind) {
-        if kind == Kind::Event {
-            // The guest hears of the loss where the event would have come.
-            self.events.clear();
-            self.lost = true;
-        } else {
-            self.trust_nothing();
+        match kind {
+            Kind::Revoked => self.revoked = true,
+            Kind::Event => {
+                // The guest hears of the loss where the event would have come.
+                self.events.clear();
+                self.lost = true;
+            }
+            Kind::InvalInode | Kind::InvalEntry | Kind::Delete | Kind::IncEpoch => self.trust_nothing(),
         }
     }
 }
@@ -368,6 +381,7 @@ mod tests {
             Notification::InvalEntry { parent, name } => format!("entry {parent} {}", name.escape_ascii()),
             Notification::Delete { parent, child, name } => format!("delete {parent} {child} {}", name.escape_ascii()),
             Notification::IncEpoch => "epoch".into(),
+            Notification::Revoked => "revoked".into(),
             Notification::Event(event) => format!("event {} {:#x}", event.nodeid, event.mask),
         };
         let mut all = Vec::new();
@@ -439,6 +453,28 @@ mod tests {
         n.inval_inode(3, true);
         n.inc_epoch();
         assert_eq!(heard(&n), ["epoch"]);
+    }
+
+    #[test]
+    fn revocations_are_said_once_and_first_and_never_dropped() {
+        let n = notifier();
+        event(&n, 5);
+        for nodeid in 0..NOTIFICATIONS as u64 {
+            n.inval_inode(nodeid, false);
+        }
+        n.revoked();
+        n.revoked();
+        assert_eq!(n.len(), NOTIFICATIONS + 2);
+        // The driver's buffer is too short.
+        assert_eq!(n.send(&mut Vec::new(), |_| false), 0);
+        n.inval_inode(NOTIFICATIONS as u64, false);
+        assert_eq!(heard(&n), ["revoked", "epoch", "event 5 0x2"]);
+        n.inc_epoch();
+        n.revoked();
+        assert_eq!(heard(&n), ["revoked", "epoch"]);
+        n.revoked();
+        n.clear();
+        assert!(heard(&n).is_empty());
     }
 
     #[test]

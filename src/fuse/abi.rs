@@ -201,6 +201,8 @@ pub const NOTIFY_DELETE: i32 = 6;
 pub const NOTIFY_INC_EPOCH: i32 = 8;
 /// Notification code: somebody else changed a watched node (docs/protocol.md). Not Linux's.
 pub const NOTIFY_FSNOTIFY: i32 = 1000;
+/// Notification code: slots of the passthrough window were revoked (docs/protocol.md). Not Linux's.
+pub const NOTIFY_SHM_REVOKED: i32 = 1001;
 /// NOTIFY_INVAL_ENTRY: look the name up again, but keep what is mounted below it.
 pub const EXPIRE_ONLY: u32 = 1 << 0;
 /// Attribute flag: the directory is a mount point.

@@ -42,6 +42,8 @@ pub enum Notification<'a> {
     },
     /// Trust nothing that is cached.
     IncEpoch,
+    /// Slots of the passthrough window were revoked: look at the backing table (docs/protocol.md, "Revocation").
+    Revoked,
     /// Somebody else changed a node that the guest watches.
     Event(FsEvent<'a>),
 }
@@ -79,7 +81,7 @@ impl Notification<'_> {
         match *self {
             Self::InvalEntry { name, .. } | Self::Delete { name, .. } => (1..=NAME_MAX).contains(&name.len()),
             Self::Event(event) => event.name.len() <= NAME_MAX,
-            Self::InvalInode { .. } | Self::IncEpoch => true,
+            Self::InvalInode { .. } | Self::IncEpoch | Self::Revoked => true,
         }
     }
 
@@ -100,6 +102,7 @@ impl Notification<'_> {
                 put(to, NOTIFY_DELETE, &out, Some(name));
             }
             Self::IncEpoch => put(to, NOTIFY_INC_EPOCH, &[0u8; 0], None),
+            Self::Revoked => put(to, NOTIFY_SHM_REVOKED, &[0u8; 0], None),
             Self::Event(FsEvent { nodeid, child, mask, cookie, name }) => {
                 let namelen = name.len() as u32;
                 let out = NotifyFsnotifyOut { nodeid, child, mask, cookie, namelen, padding: 0 };
@@ -121,7 +124,7 @@ fn put<T: IntoBytes + Immutable>(to: &mut Vec<u8>, code: i32, body: &T, name: Op
 }
 
 /// Takes notifications to the guest. It never waits, and holds a bounded number of them: past that, one
-/// [`Notification::IncEpoch`] takes the place of all. What is said twice before the guest hears of it is said once.
+/// [`Notification::IncEpoch`] takes the place of all invalidations. What is said twice before the guest hears of it is said once.
 /// The guest hears of all that was invalidated before it hears of an event that came later.
 ///
 /// The guest's own changes need no notification.
@@ -148,6 +151,11 @@ pub trait Sink: Send + Sync {
     /// See [`Notification::IncEpoch`].
     fn inc_epoch(&self) {
         self.notify(Notification::IncEpoch);
+    }
+
+    /// See [`Notification::Revoked`].
+    fn revoked(&self) {
+        self.notify(Notification::Revoked);
     }
 
     /// See [`Notification::Event`].
@@ -196,6 +204,7 @@ mod tests {
         let delete = encoded(Notification::Delete { parent: 6, child: 7, name: b"n" });
         assert_eq!(delete, message(6, &[(6, 8), (7, 8), (1, 4), (0, 4)], b"n\0"));
         assert_eq!(encoded(Notification::IncEpoch), message(8, &[], b""));
+        assert_eq!(encoded(Notification::Revoked), message(1001, &[], b""));
         let event = FsEvent { nodeid: 8, child: 9, mask: 0x40, cookie: 3, name: b"to" };
         let numbers = [(8, 8), (9, 8), (0x40, 4), (3, 4), (2, 4), (0, 4)];
         assert_eq!(encoded(Notification::Event(event)), message(1000, &numbers, b"to\0"));
