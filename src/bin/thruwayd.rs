@@ -65,6 +65,7 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     cli::log::detach()?;
     let window = start_window(options, proxy)?;
     let notifier = Arc::new(device::Notifier::new()?);
+    window.iter().for_each(|window| window.tell(notifier.clone()));
     let fs = start_fs(config, entered)?.with_window(window.clone()).with_notifier(notifier.clone());
     let fs = fs.with_watch(start_watch())?;
     let server = Server::new(fs);

@@ -31,6 +31,7 @@ use std::thread;
 
 use rustix::io::Errno;
 
+use crate::fuse::notify::Sink;
 use crate::fuse::ops::{Answer, Result};
 use jobs::{DaxJob, Job, Jobs};
 use mapper::Mapper;
@@ -109,6 +110,11 @@ impl Window {
     /// Window passthrough, if the guest can have it.
     pub fn passthrough(&self) -> Option<&Arc<Passthrough>> {
         self.passthrough.as_ref().filter(|_| self.is_connected())
+    }
+
+    /// Takes what tells the guest of revocations. Without it, a guest finds them when it looks for them.
+    pub fn tell(&self, guest: Arc<dyn Sink>) {
+        self.passthrough.iter().for_each(|passthrough| passthrough.table.tell(guest.clone()));
     }
 
     /// Takes the frontend that maps.

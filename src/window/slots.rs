@@ -82,6 +82,7 @@ struct Pending {
     index: u32,
     generation: u32,
     why: Why,
+    since: Instant,
 }
 
 pub struct Slots {
@@ -316,7 +317,7 @@ impl Slots {
             line.entry()
         });
         if entry.state.is_revoking() {
-            self.pending.push(Pending { index, generation: entry.generation, why });
+            self.pending.push(Pending { index, generation: entry.generation, why, since: Instant::now() });
         } else if matches!(why, Why::Host(_)) {
             self.gone(index);
         }
@@ -361,7 +362,10 @@ impl Slots {
             .filter_map(|p| {
                 let acknowledged = self.pass.table.acknowledged(p.index) == p.generation;
                 let late = matches!(p.why, Why::Host(until) if Instant::now() >= until);
-                (acknowledged || late).then_some((p.index, p.why, acknowledged))
+                let us = p.since.elapsed().as_micros();
+                (acknowledged || late)
+                    .then(|| tracing::debug!(p.index, why = ?p.why, acknowledged, us, "a revocation is over"))
+                    .map(|()| (p.index, p.why, acknowledged))
             })
             .collect();
         for (index, why, acknowledged) in done {
