@@ -14,6 +14,7 @@ use super::PassthroughFs;
 use super::fd::{FdPath, stat};
 use super::idmap::{BadId, NO_ID};
 use super::inode::Inode;
+use super::lease::ANY_EXECUTES;
 use super::opens::Use;
 use super::{cred, sys};
 use crate::fuse::abi::*;
@@ -108,6 +109,9 @@ impl PassthroughFs {
         if valid.contains(SetattrValid::MODE) {
             cred::keep_setid(true);
             chmodat(CWD, FdPath::new(fd).as_cstr(), Mode::from_raw_mode(a.mode & 0o7777), AtFlags::empty())?;
+            if a.mode & ANY_EXECUTES != 0 && self.gives_handles() {
+                inode.close_writable();
+            }
         }
         if valid.contains(SetattrValid::SIZE) {
             let kill = self.has(InitFlags::HANDLE_KILLPRIV_V2) && valid.contains(SetattrValid::KILL_SUIDGID);

@@ -16,6 +16,7 @@ use zerocopy::{Immutable, IntoBytes};
 use super::contents::{Pages, Stamp};
 use super::fd::{FdPath, stat};
 use super::handle::Handle;
+use super::host::HostFs;
 use super::inode::{Inode, Spare};
 use super::lease::Found;
 use super::opens::{Opened, Use};
@@ -56,7 +57,7 @@ impl PassthroughFs {
         keep.set(OFlags::DIRECT, self.config.allow_direct_io);
         keep.set(OFlags::NOATIME, self.config.preserve_noatime);
         let mut host = OFlags::from_bits_retain(flags) & keep | OFlags::NOCTTY | OFlags::CLOEXEC;
-        let also_reads = self.has(InitFlags::WRITEBACK_CACHE) || !self.gives_handles();
+        let also_reads = self.has(InitFlags::WRITEBACK_CACHE) || !self.gives_handles() || self.leases_open_files();
         if also_reads && host & OFlags::ACCMODE == OFlags::WRONLY {
             // To write a part of a page, the guest's page cache reads the page. Without handles the descriptor serves
             // others too.
@@ -106,7 +107,14 @@ impl PassthroughFs {
         // sends it anyway.
         let unmapped = flags & libc::O_ACCMODE as u32 != libc::O_RDWR as u32;
         open_flags.set(OpenFlags::NOFLUSH, unmapped && !host.flushes && !self.config.posix_lock);
-        if !self.gives_handles() {
+        let leased = self.leases_open(&host, file.as_fd(), flags);
+        if leased || !self.gives_handles() {
+            open_flags.set(OpenFlags::LEASED, leased);
+            // No READ shows that the guest has seen to this drop.
+            let may_keep = leased && self.config.cache == CachePolicy::Auto;
+            if may_keep && self.pages(inode, &host, file.as_fd(), flags) == Pages::Keep {
+                open_flags |= OpenFlags::KEEP_CACHE;
+            }
             let flags = fcntl_getfl(&file)?;
             drop(inode.lend(&self.places, Spare::file(file, flags)));
             return reply.put(&out(OpenOut { fh: 0, open_flags: open_flags.bits(), backing_id: 0 }));
@@ -116,7 +124,7 @@ impl PassthroughFs {
         let mut handle = self.handle(inode, file);
         // With passthrough the guest may not drop its pages.
         if matches!((self.config.cache, entry), (CachePolicy::Auto, Poll::Ready(None))) {
-            match self.pages(inode, &handle, flags) {
+            match self.pages(inode, &host, handle.fd(), flags) {
                 Pages::Keep => open_flags |= OpenFlags::KEEP_CACHE,
                 Pages::Drop(number) => handle.drops = number.into(),
             }
@@ -143,13 +151,13 @@ impl PassthroughFs {
     }
 
     /// What becomes of the guest's pages at this open. `flags`: the guest's.
-    fn pages(&self, inode: &Inode, handle: &Handle, flags: u32) -> Pages {
+    fn pages(&self, inode: &Inode, host: &HostFs, file: BorrowedFd, flags: u32) -> Pages {
         let reads = flags & (libc::O_ACCMODE | libc::O_TRUNC) as u32 == libc::O_RDONLY as u32;
-        if !handle.host.times_tell || !reads && !inode.contents.is_known() {
+        if !host.times_tell || !reads && !inode.contents.is_known() {
             return Pages::Drop(0);
         }
-        let look = || stat(handle.fd(), c"").ok().map(|st| Stamp::of(&st));
-        inode.contents.opened(self.clock, look, reads.then_some(|| sys::is_unwritten(handle.fd())))
+        let look = || stat(file, c"").ok().map(|st| Stamp::of(&st));
+        inode.contents.opened(self.clock, look, reads.then_some(|| sys::is_unwritten(file)))
     }
 
     /// The guest reads by this handle.
@@ -251,7 +259,7 @@ impl PassthroughFs {
             let st = stat(file.as_fd(), c"")?;
             let place = match st.stx_nlink {
                 // It has no name, and so no handle opens it once it is closed.
-                0 if !self.gives_handles() => self.places.place_pinned(file.as_fd())?,
+                0 if !self.gives_handles() || self.leases_open_files() => self.places.place_pinned(file.as_fd())?,
                 _ => self.places.place_open(file.as_fd())?,
             };
             let inode = self.inodes.learn(&st, place);

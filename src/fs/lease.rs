@@ -14,6 +14,7 @@ use rustix::io::Errno;
 
 use super::events::Watchers;
 use super::fd::{FdPath, open_path, stat};
+use super::host::HostFs;
 use super::inode::Inode;
 use super::{CachePolicy, PassthroughFs, cred, sys};
 use crate::fuse::abi::{ATTR_DAX, ATTR_LEASED, InitFlags};
@@ -92,6 +93,19 @@ pub(super) fn at(point: Point) {
 
 fn ctime(st: &Statx) -> (i64, u32) {
     (st.stx_ctime.tv_sec, st.stx_ctime.tv_nsec)
+}
+
+/// Whether its attributes forbid what its mode allows.
+fn is_fixed(st: &Statx) -> bool {
+    st.stx_attributes.intersects(StatxAttributes::IMMUTABLE | StatxAttributes::APPEND)
+}
+
+/// The mode's bits of those who may execute a file.
+pub(super) const ANY_EXECUTES: u32 = 0o111;
+
+/// Whether anybody may execute it.
+pub(super) fn is_program(st: &Statx) -> bool {
+    u32::from(st.stx_mode) & ANY_EXECUTES != 0
 }
 
 impl PassthroughFs {
@@ -216,19 +230,34 @@ impl PassthroughFs {
     /// ATTR_LEASED if the guest may open a file with these leased attributes without a message. `flags`: others that it
     /// has.
     pub(super) fn leased_flag(&self, inode: &Inode, st: &Statx, flags: u32) -> u32 {
-        let c = &self.config;
-        let cached = matches!(c.cache, CachePolicy::Auto | CachePolicy::Always);
-        if !self.leases() || !cached || c.posix_lock || c.flock || !cred::overrides_modes() {
-            return 0;
-        }
-        let fixed = st.stx_attributes.intersects(StatxAttributes::IMMUTABLE | StatxAttributes::APPEND);
         let worth = match inode.format() {
-            libc::S_IFDIR => true,
-            // A file in a window has its own rules, and with a write-back cache the guest decides on times.
-            libc::S_IFREG => self.window.is_none() && !c.writeback && flags & ATTR_DAX == 0 && !fixed,
+            libc::S_IFDIR => self.leases_opens(),
+            libc::S_IFREG => self.leases_open_files() && flags & ATTR_DAX == 0 && !is_fixed(st),
             _ => false,
         };
         if worth { ATTR_LEASED } else { 0 }
+    }
+
+    /// Whether the guest may open directories without a message.
+    fn leases_opens(&self) -> bool {
+        let c = &self.config;
+        let cached = matches!(c.cache, CachePolicy::Auto | CachePolicy::Always);
+        self.leases() && cached && !c.posix_lock && !c.flock && cred::overrides_modes()
+    }
+
+    /// Whether the guest may open files without a message, or without a handle.
+    pub(super) fn leases_open_files(&self) -> bool {
+        // A file in a window has its own rules, and with a write-back cache the guest decides on times.
+        self.leases_opens() && self.window.is_none() && !self.config.writeback
+    }
+
+    /// Whether an open with these flags of the guest gets FOPEN_LEASED instead of a handle. Not one that only reads:
+    /// it comes if there is no lease, or to execute the file, and a handle then keeps a file that others remove. Not
+    /// one of a program: as long as a descriptor is open for writing, the host cannot execute it (ETXTBSY).
+    pub(super) fn leases_open(&self, host: &HostFs, file: BorrowedFd, flags: u32) -> bool {
+        let writes = flags & libc::O_ACCMODE as u32 != libc::O_RDONLY as u32;
+        let may = writes && self.gives_handles() && self.leases_open_files() && !host.flushes && host.open_is_open;
+        may && stat(file, c"").is_ok_and(|st| !is_fixed(&st) && !is_program(&st))
     }
 
     /// The guest has moved a file to this directory.

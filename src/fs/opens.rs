@@ -7,9 +7,11 @@ use std::sync::atomic::AtomicU32;
 use rustix::fs::OFlags;
 use rustix::io::{Errno, fcntl_dupfd_cloexec};
 
+use super::fd::stat;
 use super::handle::{Handle, is_unopened};
 use super::host::HostFs;
 use super::inode::{Inode, Lent, Spare};
+use super::lease::is_program;
 use super::{CachePolicy, NoOpen, PassthroughFs, cred};
 use crate::fuse::abi::InitFlags;
 use crate::fuse::ops::Result;
@@ -139,8 +141,12 @@ impl PassthroughFs {
         }
         let (file, want) = tried?;
         let spare = Spare::file(file, want);
-        // Elsewhere, a file that is open for reading may be another than the one that is written to.
-        let keep = spare.is_writable() || self.hosts.get(inode.key.dev, spare.fd()).open_is_open;
+        let keep = match spare.is_writable() {
+            // As in `leases_open`. A guest that opens all files by itself takes more from it than it costs.
+            true => !self.gives_handles() || !is_program(&stat(spare.fd(), c"")?),
+            // Elsewhere, a file that is open for reading may be another than the one that is written to.
+            false => self.hosts.get(inode.key.dev, spare.fd()).open_is_open,
+        };
         Ok(if keep { inode.lend(&self.places, spare) } else { Lent::Own(spare) })
     }
 

@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::collections::HashMap;
+use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,9 +12,9 @@ use parking_lot::{Condvar, Mutex};
 use rustix::fs::{CWD, IFlags, ioctl_getflags, ioctl_setflags};
 
 use super::*;
-use crate::fs::CachePolicy;
 use crate::fs::host::HostFs;
 use crate::fs::lease::Point;
+use crate::fs::{CachePolicy, NoOpen};
 use crate::fuse::notify::{Notification, Sink};
 use crate::watch::tests::{Host, LONG, c_path, make, places};
 use crate::watch::{Step, Watch};
@@ -399,6 +400,9 @@ impl World {
             }),
             14 => self.alone(&[(dir, name)], || {
                 let sent = self.guest.borrow().handled;
+                if self.below(2) == 0 {
+                    return self.create(sent, dir, name);
+                }
                 if let Ok(out) = fs.mknod(dir, name, libc::S_IFREG | 0o644, 0, &me()) {
                     let mut guest = self.guest.borrow_mut();
                     guest.changed(&[dir], &[(dir, name)]);
@@ -406,6 +410,26 @@ impl World {
                 }
             }),
             _ => self.forget(),
+        }
+    }
+
+    /// The guest creates a file, writes to it, and closes it without a message.
+    fn create(&self, sent: u64, dir: u64, name: &CStr) {
+        let create = CreateIn { flags: libc::O_RDWR as u32, mode: 0o644, ..Default::default() };
+        let made: Result<CreateOut> = answered(|reply| self.share.fs.create(dir, name, &create, &me(), reply));
+        let Ok(CreateOut { entry, open }) = made else { return };
+        {
+            let mut guest = self.guest.borrow_mut();
+            guest.changed(&[dir], &[(dir, name)]);
+            guest.entry(sent, dir, name, &entry);
+        }
+        let node = entry.nodeid;
+        let written = self.share.write(node, open.fh, 0, b"guest", 0, libc::O_RDWR);
+        self.guest.borrow_mut().attrs.remove(&node);
+        // The host may have removed it.
+        assert!(matches!(written, Ok(5) | Err(Errno::STALE)), "{written:?}");
+        if open.fh != 0 {
+            self.share.fs.release(node, &ReleaseIn { fh: open.fh, ..Default::default() }).unwrap();
         }
     }
 
@@ -704,4 +728,132 @@ fn an_open_of_an_immutable_file_takes_a_message() {
         assert_eq!((f.attr.flags & ATTR_LEASED != 0, asked.attr.flags & ATTR_LEASED != 0), (free, free), "{name}");
         assert_eq!(valid, (LEASE.as_secs(), LEASE.as_secs()));
     }
+}
+
+fn create(s: &Share, name: &CStr, flags: i32, mode: u32) -> CreateOut {
+    let create = CreateIn { flags: flags as u32, mode, ..Default::default() };
+    answered(|reply| s.fs.create(ROOT_ID, name, &create, &me(), reply)).unwrap()
+}
+
+fn has_handle(open: &OpenOut) -> bool {
+    let leased = open.open_flags & OpenFlags::LEASED.bits() != 0;
+    assert_eq!(open.fh == 0, leased);
+    !leased
+}
+
+/// Closes all spare descriptors that are not in use.
+fn sweep(s: &Share) {
+    (0..2).for_each(|_| s.fs.places.kept.sweep());
+}
+
+/// Whether nobody has the file open for writing, as a host that executes it needs.
+fn is_unwritten(s: &Share, name: &str) -> bool {
+    crate::fs::sys::is_unwritten(fs::File::open(s.dir.path().join(name)).unwrap().as_fd())
+}
+
+#[test]
+fn an_open_for_writing_leaves_no_handle() {
+    if !root() {
+        return;
+    }
+    for inode_file_handles in [FileHandles::Never, FileHandles::Prefer] {
+        let (s, _queue) = leased(&std::env::temp_dir(), Config { inode_file_handles, ..Config::default() }, 100);
+        // Its owner's mode forbids what the guest does.
+        let made = create(&s, c"f", libc::O_WRONLY | libc::O_EXCL, 0o400);
+        let node = made.entry.nodeid;
+        assert!(!has_handle(&made.open));
+        for round in 0..2 {
+            for flags in [libc::O_WRONLY, libc::O_RDWR, libc::O_WRONLY | libc::O_APPEND, libc::O_RDWR | libc::O_SYNC] {
+                assert!(!has_handle(&open(&s.fs, node, flags).unwrap()), "{flags:x}");
+            }
+            assert_eq!(s.write(node, 0, 0, b"0123", 0, libc::O_WRONLY), Ok(4));
+            assert_eq!(s.write(node, 0, 0, b"+", 0, libc::O_WRONLY | libc::O_APPEND), Ok(1));
+            assert_eq!(s.read(node, 0, 0, 9).unwrap(), [b"0123+".as_slice(), b"0123++"][round]);
+            sweep(&s);
+        }
+        assert!(!has_handle(&open(&s.fs, node, libc::O_WRONLY | libc::O_TRUNC).unwrap()));
+        assert_eq!(s.host("f"), b"");
+        // Once nobody uses it, no descriptor is left.
+        sweep(&s);
+        assert!(is_unwritten(&s, "f"));
+        // An open for reading is one that the guest cannot do by itself.
+        let reads = open(&s.fs, node, libc::O_RDONLY).unwrap();
+        assert!(has_handle(&reads));
+        assert_eq!(s.fs.release(node, &ReleaseIn { fh: reads.fh, ..Default::default() }), Ok(()));
+        assert!(has_handle(&create(&s, c"g", libc::O_RDONLY, 0o600).open));
+    }
+}
+
+#[test]
+fn what_the_guest_removes_stays_open() {
+    if !root() {
+        return;
+    }
+    for inode_file_handles in [FileHandles::Never, FileHandles::Prefer] {
+        let (s, _queue) = leased(&std::env::temp_dir(), Config { inode_file_handles, ..Config::default() }, 100);
+        let removed = create(&s, c"removed", libc::O_RDWR, 0o600).entry.nodeid;
+        let replaced = create(&s, c"replaced", libc::O_RDWR, 0o600).entry.nodeid;
+        s.put("over", b"over");
+        let tmpfile = CreateIn { flags: libc::O_RDWR as u32, mode: 0o600, ..Default::default() };
+        let unnamed: CreateOut = answered(|reply| s.fs.tmpfile(ROOT_ID, &tmpfile, &me(), reply)).unwrap();
+        assert!(!has_handle(&unnamed.open));
+        sweep(&s);
+        s.fs.unlink(ROOT_ID, c"removed").unwrap();
+        s.fs.rename(ROOT_ID, c"over", ROOT_ID, c"replaced", 0, &me()).unwrap();
+        for node in [removed, replaced, unnamed.entry.nodeid] {
+            sweep(&s);
+            assert_eq!(s.write(node, 0, 0, b"data", 0, libc::O_RDWR), Ok(4));
+            sweep(&s);
+            assert_eq!(s.read(node, 0, 0, 9).unwrap(), b"data");
+            assert_eq!(s.fs.getattr(node, Some(0)).unwrap().attr.nlink, 0);
+        }
+    }
+}
+
+#[test]
+fn a_program_has_a_handle_and_no_descriptor_of_it_is_left() {
+    if !root() {
+        return;
+    }
+    let (s, _queue) = leased(&std::env::temp_dir(), Config::default(), 100);
+    let program = create(&s, c"p", libc::O_RDWR, 0o755);
+    assert!(has_handle(&program.open));
+    let release = ReleaseIn { fh: program.open.fh, ..Default::default() };
+    s.fs.release(program.entry.nodeid, &release).unwrap();
+    assert!(is_unwritten(&s, "p"));
+    // As a linker does it.
+    let node = create(&s, c"q", libc::O_RDWR, 0o600).entry.nodeid;
+    s.write(node, 0, 0, b"data", 0, libc::O_RDWR).unwrap();
+    assert!(!is_unwritten(&s, "q"));
+    let set = SetattrIn { valid: SetattrValid::MODE.bits(), mode: 0o755, ..Default::default() };
+    s.fs.setattr(node, &set).unwrap();
+    assert!(is_unwritten(&s, "q"));
+    // The guest still has it open.
+    assert_eq!(s.write(node, 0, 4, b"more", 0, libc::O_RDWR), Ok(4));
+    assert!(is_unwritten(&s, "q"));
+    assert_eq!(s.read(node, 0, 0, 9).unwrap(), b"datamore");
+}
+
+#[test]
+fn only_a_guest_with_leases_has_no_handles() {
+    let made = |config: Config, leases: bool| {
+        let (s, _queue) = leased(&std::env::temp_dir(), config, 100);
+        if !leases {
+            s.fs.destroy();
+            s.fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM - InitFlags::LEASES).unwrap();
+        }
+        has_handle(&create(&s, c"f", libc::O_RDWR, 0o600).open)
+    };
+    let cache = |cache| Config { cache, no_open: NoOpen::Never, ..Config::default() };
+    use CachePolicy::{Always, Auto, Metadata};
+    assert_eq!([cache(Auto), cache(Always)].map(|config| made(config, true)), [!root(); 2]);
+    for config in [
+        cache(Metadata),
+        Config { writeback: true, ..cache(Auto) },
+        Config { flock: true, ..cache(Auto) },
+        Config { posix_lock: true, ..cache(Auto) },
+    ] {
+        assert!(made(config, true));
+    }
+    assert!(made(cache(Auto), false));
 }
