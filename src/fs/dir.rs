@@ -7,6 +7,7 @@ use rustix::fs::{OFlags, SeekFrom, fdatasync, fsync, seek};
 use rustix::io::Errno;
 use zerocopy::FromBytes;
 
+use super::fd::stat;
 use super::handle::DirState;
 use super::{CachePolicy, PassthroughFs, sys};
 use crate::fuse::abi::*;
@@ -59,7 +60,9 @@ impl DirState {
     fn go(&mut self, fd: BorrowedFd, offset: u64) -> Result<()> {
         self.entries.clear();
         (self.at, self.offset) = (0, None);
-        seek(fd, SeekFrom::Start(offset))?;
+        // ext4 refuses the end's position, EINVAL, once the directory is removed.
+        let gone = || stat(fd, c"").is_ok_and(|st| st.stx_nlink == 0);
+        seek(fd, SeekFrom::Start(offset)).map_err(|errno| if gone() { Errno::NOENT } else { errno })?;
         self.offset = Some(offset);
         Ok(())
     }
@@ -102,6 +105,9 @@ impl DirState {
 
 impl PassthroughFs {
     /// Calls `each` for the entries from `offset` on, until it returns false or there are no more.
+    ///
+    /// # Errors
+    /// ENOENT if the directory is removed.
     fn list(
         &self,
         node: u64,
@@ -110,7 +116,7 @@ impl PassthroughFs {
         mut each: impl FnMut(BorrowedFd, Dirent, &CStr) -> Result<bool>,
     ) -> Result<()> {
         if self.has_no_handle(fh) {
-            return self.with_dir(node, |spare| {
+            let listed = self.with_dir(node, |spare| {
                 let mut dir = spare.listing()?;
                 // Other listings use the same descriptor. A new one must not get what an earlier one has read.
                 if offset == 0 { dir.rewind(spare.fd()) } else { dir.seek(spare.fd(), offset) }?;
@@ -118,6 +124,8 @@ impl PassthroughFs {
                 dir.rest();
                 listed
             });
+            // As Linux answers for a removed directory that is open. Programs that list trees expect it.
+            return listed.map_err(|errno| if errno == Errno::STALE { Errno::NOENT } else { errno });
         }
         let handle = self.handles.get(node, fh)?;
         let mut dir = handle.listing()?;

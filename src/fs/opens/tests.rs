@@ -67,6 +67,25 @@ fn list(s: &Share, room: usize, between: impl Fn()) -> Vec<String> {
 }
 
 #[test]
+fn a_removed_directory_has_no_entries() {
+    for s in shares() {
+        s.fs.init(InitFlags::all()).unwrap();
+        fs::create_dir(s.dir.path().join("sub")).unwrap();
+        let node = s.lookup(c"sub").unwrap().nodeid;
+        let list = |offset| {
+            let mut list = List { room: 9, ..Default::default() };
+            s.fs.readdir(node, 0, offset, &mut list).map(|()| (list.entries.len(), list.offset))
+        };
+        let (2, end) = list(0).unwrap() else { panic!("it is not empty") };
+        fs::remove_dir(s.dir.path().join("sub")).unwrap();
+        for offset in [end, 0] {
+            sweep(&s);
+            assert_eq!(list(offset), Err(Errno::NOENT), "{offset}");
+        }
+    }
+}
+
+#[test]
 fn the_session_decides() {
     let settled = |config: Config, offered: InitFlags| {
         let s = share(config);
