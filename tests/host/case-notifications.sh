@@ -17,33 +17,43 @@ case_notifications_qemu() {
     notifications_case --kind qemu --dax "${window_boot[@]}"
 }
 
-# inotify_case BOOT-ARGUMENT...: does the steps that tests/guest/inotify.py asks for, on the host.
+# inotify_case SCRIPT GUESTS BOOT-ARGUMENT...: boots guests on one directory, each with its own daemon. Guest a has the host change it.
 inotify_case() {
-    local share=$work/share step=0 start pid command commands
+    local script=$1 guests=$2 role pids=()
+    shift 2
     make_share share
-    mkdir "$share/d" "$share/e" "$share/many"
-    echo content >"$share/f"
-    : >"$share/log"
-    start_daemon s "$share"
-    : >"$work/out"
-    guest inotify "$@" --fs "s=$work/sockets/s" "$guest_dir/inotify.py" >"$work/out" 2>&1 &
-    pid=$!
-    commands=('echo 1 >d/a' 'chmod 600 d/a' 'mv d/a e/b' 'mkdir d/sub' 'rmdir d/sub' 'mkdir d/sentinel' 'echo 2 >>f' 'rm f')
-    for ((start = 0; start < 10000; start += 1000)); do
-        commands+=("for ((i = $start; i < $start + 1000; i++)); do : >many/\$i; done")
+    make_share meet
+    mkdir "$work/share"/{d,e,many,old,new}
+    echo content >"$work/share/f"
+    : >"$work/share/log"
+    for role in $guests; do
+        start_daemon "s@$role" "$work/share"
+        start_daemon "meet@$role" "$work/meet" --cache=never
+        # 600 s: the emulated guest takes a minute or two.
+        "$boot" --log-dir "$work/$role.logs" --ro-dir "$guest_dir" --timeout 600 --no-mount "$@" \
+            --fs "s=$work/sockets/s@$role" --fs "meet=$work/sockets/meet@$role" "$guest_dir/$script" "$role" &
+        pids+=($!)
     done
-    commands+=('echo first >>log' 'echo second >>log' 'mv log old; echo third >log')
-    for command in "${commands[@]}"; do
-        step=$((step + 1))
-        # 120 s: the guest boots in this time too.
-        wait_line "$work/out" "^step $step\$" 120 "$pid"
-        (cd "$share" && eval "$command")
-    done
-    wait "$pid" || { cat "$work/out" && fail "the guest missed events"; }
-    cat "$work/out"
+    answer_guest a "${pids[0]}"
+    # If a has failed, b waits for it in vain.
+    for role in "${pids[@]}"; do wait "$role" || fail "a guest missed events"; done
+    for role in $guests; do logs_are_clean "$work/$role.logs"; done
+    logs_are_clean "$work/daemons.logs"
 }
 
 case_inotify_uml() {
     "$root/vm-images/setup.sh" uml-smp
-    inotify_case --kind uml-smp
+    inotify_case inotify.py "a b" --kind uml-smp
+}
+
+case_inotify_qemu() {
+    passthrough
+    inotify_case inotify.py "a b" --kind qemu --dax "${window_boot[@]}"
+}
+
+# Programs that people use to watch files.
+case_inotify_programs() {
+    "$root/vm-images/setup.sh" uml-smp
+    # Node needs more memory than other guests have.
+    inotify_case watchers.py a --kind uml-smp --mem 1024
 }
