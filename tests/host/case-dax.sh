@@ -38,10 +38,14 @@ finish_window_guest() {
     window_logs_are_clean "$work/$1.logs"
 }
 
-# The guest may call these: requests NAME [OPCODE]... prints how many requests a daemon got; live_mappings how many files QEMU maps.
+# The guest may call these: requests NAME [OPCODE]... prints how many requests a daemon got; notifications NAME KIND how many of
+# a kind it has sent; live_mappings how many files QEMU maps.
 requests() {
     curl --silent --show-error --unix-socket "$work/sockets/$1.metrics" http://daemon |
         awk -F'[" ]' -v wanted="${*:2}" '/^thruway_requests/ && (!wanted || index(" " wanted " ", " " $2 " ")) { sum += $NF } END { print sum + 0 }'
+}
+notifications() {
+    curl --silent --show-error --unix-socket "$work/sockets/$1.metrics" http://daemon | sed -n "s/^thruway_notifications_total{kind=\"$2\"} //p"
 }
 # Proxy files have no device number. QEMU's other shared mappings are known by their names.
 proxy_mappings() { grep -E ' [r-][w-]-s [^ ]+ 00:' "/proc/$(<"$work/$1.pid")/maps" | grep -vE 'memfd:|anon_inode:| /dev/' || true; }

@@ -86,6 +86,12 @@ case_passthrough_host_changes() {
     window_case host passthrough-host.py "$(pick 20 500)"
 }
 
+# The guest does not look for revocations by itself.
+case_passthrough_notified() {
+    passthrough
+    window_case notified passthrough-notified.py "$(pick 8 20)"
+}
+
 case_passthrough_two_guests() {
     local role pids=()
     passthrough

@@ -1,0 +1,101 @@
+#!/usr/bin/python3
+"""The guest lets go of revoked files because a notification tells it to: passthrough-notified.py FILES."""
+
+import os
+import sys
+
+sys.path.insert(0, "/host")
+from window import *
+
+files = int(sys.argv[1])
+# Four times this is more than a slot has: the file's size, as much again, and up to 2 MiB.
+SIZE = 1 << 20
+TABLE = 2 << 20
+VALID, REVOKED = 1, 4
+
+
+def device():
+    """The directory of the PCI device of the share s."""
+    for number in os.listdir("/sys/fs/virtiofs"):
+        if read(f"/sys/fs/virtiofs/{number}/tag").strip() == b"s":
+            return os.path.realpath(f"/sys/fs/virtiofs/{number}/device/..")
+    raise AssertionError("no device s")
+
+
+class Table:
+    """The backing table. Nothing else shows whether an idle guest lets go: any access to a file makes it look."""
+
+    def __init__(self):
+        fd = os.open(f"{device()}/resource4", os.O_RDWR)
+        self.size = os.fstat(fd).st_size
+        self.view = mmap.mmap(fd, TABLE, offset=self.size - TABLE)
+        os.close(fd)
+        equal(self.view[:8], b"FUSE_WIN")
+
+    def word(self, at):
+        return int.from_bytes(self.view[at : at + 4], "little")
+
+    def revocations(self):
+        return self.word(24)
+
+    def live(self):
+        """The generations of the live entries, by index."""
+        flags = {index: self.word(64 * index + 4) for index in range(1, 4096)}
+        return {index: self.word(64 * index + 48) for index, has in flags.items() if has & (VALID | REVOKED) == VALID}
+
+    def acknowledged(self, index):
+        return self.word(64 * 4096 + 4 * index)
+
+
+def wait(what, done):
+    """60 s: the guest needs milliseconds, and the machine may be busy. Without a notification it would never do it."""
+    deadline = time.monotonic() + 60
+    while not (got := done()):
+        assert time.monotonic() < deadline, f"not within 60 s: {what}"
+        time.sleep(0.01)
+    return got
+
+
+def sent(kind):
+    return host_number(f"notifications s {kind}")
+
+
+def idle_files_are_let_go_of():
+    paths = [host_file(f"idle{number}", SIZE, number + 1) for number in range(files)]
+    views = []
+    for path in paths:
+        with open(path, "rb", buffering=0) as file:
+            views.append(mmap.mmap(file.fileno(), SIZE, prot=mmap.PROT_READ))
+    # All pages are mapped, so that nothing makes the guest look later.
+    for number, view in enumerate(views):
+        assert view[:] == pattern(SIZE, number + 1)
+    # Any notification makes the guest look. The daemon watches directories, so a change by a link outside of the share causes no
+    # invalidation.
+    for number in range(files):
+        host(f"ln idle{number} ../outside{number}")
+    table = Table()
+    before, count, told, others = table.live(), table.revocations(), sent("Revoked"), sent("InvalInode")
+    equal(len(before), files)
+    # They outgrow their slots. No process of the host waits for the guest, and the daemon does so without a limit.
+    for number in range(files):
+        host(f"head -c {4 * SIZE} /dev/zero >>../outside{number}")
+    wait("the guest lets go of all files", lambda: all(table.acknowledged(at) >= old for at, old in before.items()))
+    after = wait("all files have longer slots", lambda: len(now := table.live()) == files and now)
+    assert all(after[index] > old for index, old in before.items()), f"generations {before}, then {after}"
+    revoked, messages = table.revocations() - count, sent("Revoked") - told
+    # One message stands for all that were revoked before it was sent.
+    assert files <= revoked and 1 <= messages <= revoked, f"{revoked} revocations, {messages} notifications"
+    equal(sent("InvalInode"), others)
+    print(f"{revoked} revocations, {messages} notifications", flush=True)
+    for number, view in enumerate(views):
+        assert view[:] == pattern(SIZE, number + 1)
+        view.close()
+
+
+mount("meet")
+mount("s")
+# The guest does not look by itself.
+write("/sys/module/fuse/parameters/shm_look_ms", b"0", flags=os.O_WRONLY)
+steps((idle_files_are_let_go_of,))
+umount("s")
+umount("meet")
