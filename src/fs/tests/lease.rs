@@ -642,6 +642,43 @@ fn a_file_with_several_links_is_marked_itself() {
 }
 
 #[test]
+fn what_was_read_before_the_mark_is_read_again() {
+    const L: u64 = LEASE.as_secs();
+    let (s, _queue) = leased(&std::env::temp_dir(), Config::default(), 100);
+    let path = |name: &str| s.dir.path().join(name);
+    fs::create_dir(path("out")).unwrap();
+    fs::create_dir(path("d")).unwrap();
+    for name in ["f", "g"] {
+        make(&path(name));
+    }
+    fs::hard_link(path("f"), path("out/f")).unwrap();
+    let host = Rc::new(RefCell::new(Host::start()));
+    // The host changes the file or directory once, at this point, where the daemon does not see it.
+    let change = |at: Point, what: &'static str, name: &str, text: &'static str| {
+        let (host, path, done) = (host.clone(), path(name), RefCell::new(false));
+        HOOK.set(Some(Rc::new(move |point| {
+            if point == at && !done.replace(true) {
+                assert!(host.borrow_mut().run(what, &[&path], text));
+            }
+        })));
+    };
+    change(Point::BeforeTable, "append", "out/f", "xy");
+    let f = s.lookup(c"f").unwrap();
+    assert_eq!((f.attr.size, valid(&f)), (2, (L, L)));
+    change(Point::BeforeTable, "chmod", "d", "711");
+    let d = s.lookup(c"d").unwrap();
+    assert_eq!((d.attr.mode & 0o777, valid(&d)), (0o711, (L, L)));
+    // A file that gets a second name is marked when it is looked at.
+    HOOK.set(None);
+    let g = s.lookup(c"g").unwrap();
+    assert!(host.borrow_mut().run("link", &[&path("g"), &path("out/g")], ""));
+    change(Point::AfterStat, "append", "out/g", "xyz");
+    let g = s.fs.getattr(g.nodeid, None).unwrap();
+    assert_eq!((g.attr.size, g.attr_valid), (3, L));
+    HOOK.set(None);
+}
+
+#[test]
 fn a_session_without_the_queue_has_no_leases() {
     let (s, queue) = leased(&std::env::temp_dir(), Config::default(), 100);
     s.put("f", b"1");
@@ -686,6 +723,22 @@ fn leases_follow_the_cache_mode() {
     for config in others {
         assert_eq!(flags(config), (LEASE.as_secs(), false));
     }
+}
+
+#[test]
+fn a_leased_node_is_read_without_an_open() {
+    let (s, _queue) = leased(&std::env::temp_dir(), Config::default(), 100);
+    s.put("f", b"data");
+    let read = || {
+        let node = s.lookup(c"f").unwrap().nodeid;
+        let mut list = List { room: 100, ..List::default() };
+        (s.read(node, 0, 0, 10), s.fs.readdirplus(ROOT_ID, 0, 0, &mut list).map(|_| list.entries.len()))
+    };
+    assert_eq!(read(), (Ok(b"data".to_vec()), Ok(3)));
+    // Without leases the guest must have opened it.
+    s.fs.destroy();
+    s.fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM - InitFlags::LEASES).unwrap();
+    assert_eq!(read(), (Err(Errno::BADF), Err(Errno::BADF)));
 }
 
 #[test]
