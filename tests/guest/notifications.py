@@ -171,8 +171,45 @@ def floods():
     settle()
 
 
+def overtaken():
+    """A reply that a notification has overtaken is used once, although it says that it holds for an hour."""
+    lookup, getattr = 1, 3
+    tell("forget_log")
+    # Of a node: its attributes.
+    tell("inval_inode", 2, -1)
+    settle()
+    before = size("f")
+    tell("inval_inode", 2, -1)
+    settle()
+    tell("overtake", getattr, 2, "set", 2, "o" * (before + 1), ",", "inval_inode", 2, -1)
+    size("f")
+    equal(size("f"), before + 1)
+    # Of a node that the guest does not know before the reply.
+    tell("set", 20, "x")
+    tell("link", 3, "late", 20)
+    tell("overtake", lookup, 3, "set", 20, "longer", ",", "inval_inode", 20, -1)
+    size("d/late")
+    equal(size("d/late"), 6)
+    # Of a name that is asked for again. Without an open file the guest would forget a name that is no longer valid. Then it would
+    # look it up with the directory locked, and no notification for the name could overtake the reply.
+    fd = os.open(at("d/x"), os.O_RDONLY)
+    equal(number("d/x"), 4)
+    tell("inval_entry", 3, "x")
+    settle()
+    tell("overtake", lookup, 3, "link", 3, "x", 5, ",", "inval_entry", 3, "x")
+    number("d/x")
+    equal(number("d/x"), 5)
+    os.close(fd)
+    tell("link", 3, "x", 4)
+    tell("inval_entry", 3, "x")
+    until(lambda: number("d/x"), 4)
+    # In time: the driver had handled each notification before the reply came.
+    equal([line for line in read(at("log")).decode().splitlines() if line.startswith("overtook")], ["overtook"] * 3)
+
+
 def everything():
-    for test in (attributes, contents, names, deletion, stored_contents, epochs, pruning, resending, malformed, floods):
+    tests = attributes, contents, names, deletion, stored_contents, epochs, pruning, resending, malformed, floods, overtaken
+    for test in tests:
         test()
         print("ok", test.__name__, flush=True)
 

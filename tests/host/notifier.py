@@ -15,6 +15,7 @@ import select
 import socket
 import struct
 import sys
+import time
 
 FEATURES = 1 << 32 | 1 << 30 | 1  # VERSION_1, vhost-user protocol features, VIRTIO_FS_F_NOTIFICATION
 PROTOCOL = 1 << 0 | 1 << 3 | 1 << 9  # MQ, REPLY_ACK, CONFIG
@@ -64,6 +65,7 @@ class Device:
         self.notifies = False
         self.tree = Tree()
         self.pending = []
+        self.late, self.buffers = None, 0
 
     # Guest memory and virtqueues.
 
@@ -123,8 +125,14 @@ class Device:
         length = 16 + len(body) if length is None else length
         self.pending.append((struct.pack("<IiQ", length, code, unique) + body, used))
 
+    def offered(self):
+        """Buffers for notifications that the driver has offered, and that were not used."""
+        return self.number("<H", self.queues[1].available + 2) - self.queues[1].done & 0xFFFF
+
     def send(self):
         queue, sent = self.queues[1], False
+        if self.notifies and queue.descriptors:
+            self.buffers = max(self.buffers, self.offered())
         while self.notifies and self.pending and (chain := self.take(queue)):
             head, _, writable = chain
             message, used = self.pending.pop(0)
@@ -177,6 +185,23 @@ class Device:
     def do_flood(self, count):
         for _ in range(count):
             self.do_inval_inode(2, -1)
+
+    def do_overtake(self, opcode, node, *commands):
+        """The reply to the next such request comes after the notifications of these commands, and says what was before them."""
+        self.late = opcode, node, " ".join(map(str, commands)).split(" , ")
+
+    def overtake(self):
+        (_, _, commands), self.late = self.late, None
+        for command in commands:
+            self.command(command.split(" "))
+        self.send()
+        # The driver offers a buffer again once it has handled the notification in it. 60 s: a limit on hangs.
+        deadline = time.monotonic() + 60
+        while self.offered() < self.buffers:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.001)
+        self.tree.log.append("overtook")
 
     def do_malformed(self):
         """Everything that a daemon could get wrong."""
@@ -273,7 +298,10 @@ class Device:
         while chain := self.take(queue):
             head, request, writable = chain
             _, opcode, unique, node = struct.unpack_from("<IIQQ", request)
+            is_late = self.late is not None and self.late[:2] == (opcode, node)
             reply = self.serve(opcode, node, request[40:])
+            if is_late:
+                self.overtake()
             message = b""
             if reply:
                 message = struct.pack("<IiQ", 16 + len(reply[1]), -reply[0], unique) + reply[1]
