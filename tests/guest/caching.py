@@ -9,7 +9,7 @@ import stat
 import subprocess
 import sys
 import time
-from errno import ENOENT
+from errno import EACCES, ENOENT
 
 sys.path.insert(0, "/host")
 from meet import *
@@ -17,8 +17,9 @@ from window import *
 
 role, mode = sys.argv[1:3]
 
-# At the next look; within PATIENCE; not before the guest has forgotten the file.
-NOW, SOON, LATE = "at once", "soon", "not before the guest forgets"
+# At the next look; within PATIENCE; not before the guest has forgotten the file; when the notification has come. All timeouts are an
+# hour or a day then, so that nothing else can end what the guest knows.
+NOW, SOON, LATE, TOLD = "at once", "soon", "not before the guest forgets", "when the guest is told"
 NEVER = dict.fromkeys(("created", "listed", "removed", "replaced", "mode", "opened again", "read again", "grown"), NOW)
 # Names and attributes are believed for 1 s, and the size limits what is read.
 AUTO = NEVER | dict.fromkeys(("removed", "replaced", "mode", "read again", "grown"), SOON)
@@ -34,7 +35,11 @@ PROMISES = {
     "no-open": AUTO | dict.fromkeys(("listed", "opened again"), SOON),
     # The guest believes for a day that a name does not exist.
     "negative": AUTO | {"created": LATE},
+    "notified": dict.fromkeys(NEVER, TOLD),
+    # The guest believes its own size.
+    "notified-writeback": dict.fromkeys(NEVER, TOLD) | {"grown": LATE},
 }
+LOOKS = "Lookup Getattr Open Opendir Read Readdir Readdirplus Readlink Flush Release Releasedir Statx Access Getxattr"
 sent = 0
 
 
@@ -74,9 +79,24 @@ def result(look):
         return error.errno
 
 
+def messages():
+    return host_number(f"requests s@a {LOOKS}")
+
+
+def keep(look, old):
+    """The guest looks until that takes no message. What the host has just changed may not be leased at once."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        before = messages()
+        equal(result(look), old)
+        if messages() == before:
+            return
+        assert time.monotonic() < deadline, "each look takes a message"
+
+
 def seen(what, look, old, new, when):
     """Checks that a change from `old` to `new`, which has been made, is seen when it was promised."""
-    if when != SOON:
+    if when not in (SOON, TOLD):
         equal(result(look), new if when == NOW else old)
     deadline = time.monotonic() + PATIENCE
     while (got := result(look)) != new:
@@ -103,8 +123,11 @@ def by(name, change):
         # Some contents are kept only from the second open on.
         for _ in range(3):
             equal(result(look), old)
+        # Before Linux refuses something it asks for the attributes again.
+        if mode == "notified" and old != EACCES:
+            keep(look, old)
         change(f"cd {name}; {command}")
-        seen(f"{name}: {what}", look, old, new, promised[what])
+        seen(f"{name}: {what}", look, old, new, promised.get(what, TOLD))
 
     step("created", "echo x >late", lambda: os.stat(f"{base}/late").st_size, ENOENT, 2)
     change(f"mkdir {name}/list; touch {name}/list/one")
@@ -118,6 +141,48 @@ def by(name, change):
     step("read again", "echo new >open", lambda: os.pread(fd, 100, 0), b"old\n", b"new\n")
     os.close(fd)
     step("grown", "echo more >>grown", lambda: read(f"{base}/grown"), b"old\n", b"old\nmore\n")
+    if mode == "notified":
+        more_by(name, change, base, step)
+
+
+def as_user(look):
+    """What another user than root sees."""
+    os.seteuid(1000)
+    try:
+        return look()
+    finally:
+        os.seteuid(0)
+
+
+def more_by(name, change, base, step):
+    """What has no promise of its own in the other modes."""
+    files = "for f in own times short long hard; do echo old >$f; done; ln hard sub/hard"
+    change(f"cd {name}; ln -s old link; echo x >closed; mkdir dir sub; echo in >dir/f; {files}")
+    link = lambda: os.readlink(f"{base}/link")
+    step("another symbolic link", "ln -s new l; mv -T l link", link, "old", "new")
+    step("a symbolic link removed", "rm link", link, "new", ENOENT)
+    closed = lambda: as_user(lambda: read(f"{base}/closed"))
+    step("permissions taken", "chmod 600 closed", closed, b"x\n", EACCES)
+    step("permissions given", "chmod 644 closed", closed, EACCES, b"x\n")
+    inner = lambda: as_user(lambda: read(f"{base}/dir/f"))
+    step("a closed directory", "chmod 700 dir", inner, b"in\n", EACCES)
+    step("an open directory", "chmod 755 dir", inner, EACCES, b"in\n")
+    owner = lambda: (os.stat(f"{base}/own").st_uid, os.stat(f"{base}/own").st_gid)
+    step("owner", "chown 7:8 own", owner, (0, 0), (7, 8))
+    step("times", "touch -d @1000000000 times", lambda: os.stat(f"{base}/times").st_mtime < 1.1e9, False, True)
+    short = lambda: (os.stat(f"{base}/short").st_size, read(f"{base}/short"))
+    step("truncated", "truncate -s 1 short", short, (4, b"old\n"), (1, b"o"))
+    step("a hole at the end", "truncate -s 3 short", short, (1, b"o"), (3, b"o\0\0"))
+    step("by another link", "echo by >hard.new; cat hard.new >sub/hard", lambda: read(f"{base}/hard"), b"old\n", b"by\n")
+    step("links", "ln hard hard2", lambda: os.stat(f"{base}/hard").st_nlink, 2, 3)
+    step("a name back", "mv dir/f dir/g", inner, b"in\n", ENOENT)
+    both = lambda: [result(lambda: os.listdir(f"{base}/{directory}")) for directory in ("dir", "moved")]
+    step("a directory renamed", "mv dir moved", both, [["g"], ENOENT], [ENOENT, ["g"]])
+    step("removed in a listing", "rm moved/g", lambda: os.listdir(f"{base}/moved"), ["g"], [])
+    step("replaced by a directory", "rm long; mkdir long", lambda: os.path.isdir(f"{base}/long"), False, True)
+    with mapped(f"{base}/open", 4) as view:
+        # Not shorter for a moment: the guest's process would get a SIGBUS.
+        step("mapped", "echo map | dd of=open conv=notrunc", lambda: view[:], b"new\n", b"map\n")
 
 
 def by_the_host():
@@ -202,13 +267,72 @@ def missing_for_a_second():
     equal(os.stat(f"{S}/mine").st_size, 7)
 
 
-for tag in ("meet", "s") + (("n",) if mode == "negative" and role == "a" else ()):
+def without_event():
+    """The share n is the same directory with --lease-timeout=2. The host causes no event, and the guest sees it nevertheless."""
+    n = "/mnt/n"
+    host("mkdir quiet hidden; for f in mapped linked flag open; do echo old >quiet/$f; done; echo new >replacing")
+    # A store through a mapping that stays, and is dirty.
+    look = lambda: read(f"{n}/quiet/mapped")
+    equal(look(), b"old\n")
+    program = (
+        "import mmap, os, time; f = open('quiet/mapped', 'r+b'); m = mmap.mmap(f.fileno(), 0); m[:3] = b'new'; "
+        # At most two minutes: a guest that has failed says no more.
+        "open('../meet/stored', 'w').close(); any(os.path.exists('../meet/stop') or time.sleep(0.01) for _ in range(12_000))"
+    )
+    host(f"""(python3 -c "{program}"; touch ../meet/stopped) >/dev/null 2>&1 &
+        until [[ -e ../meet/stored ]]; do sleep 0.02; done""")
+    seen("a store through a mapping", look, b"old\n", b"new\n", SOON)
+    write(f"{MEET}/stop", b"")
+    await_file(f"{MEET}/stopped")
+    # Another link, in a directory that the guest does not know.
+    size = lambda: os.stat(f"{n}/quiet/linked").st_size
+    equal(size(), 4)
+    host("ln quiet/linked hidden/linked; echo more >>hidden/linked")
+    seen("a change by a hidden link", size, 4, 9, SOON)
+    changed = lambda: os.stat(f"{n}/quiet/flag").st_ctime_ns
+    before = changed()
+    host("chattr +d quiet/flag")
+    seen("a flag of chattr(1)", lambda: changed() != before, False, True, SOON)
+    # The guest has it open, and it loses its last name. An open for reading may have taken no message, and would get ESTALE.
+    fd = os.open(f"{n}/quiet/open", os.O_RDWR)
+    equal(os.fstat(fd).st_nlink, 1)
+    host("mv replacing quiet/open")
+    seen("a file replaced while it is open", lambda: os.fstat(fd).st_nlink, 1, 0, SOON)
+    os.close(fd)
+
+
+def too_many_changes():
+    """The guest stands still while the host changes more than the daemon keeps notifications of."""
+    host("mkdir flood; for f in $(seq 100); do echo old >flood/$f; done")
+    f = f"{S}/flood"
+    epochs = lambda: host_number("notifications s@a IncEpoch")
+    keep(lambda: [read(f"{f}/{number}") for number in range(1, 101)], [b"old\n"] * 100)
+    equal(result(lambda: os.stat(f"{f}/none")), ENOENT)
+    before = epochs()
+    # 50,000: three times the limit of notifications, and of the host's queue of events. 300 s: it needs seconds.
+    changes = "seq 1001 51000 | xargs touch; for f in $(seq 100); do echo new >$f; done; echo x >none; rm 7; mv 8 9"
+    host(f"stop_guest; (cd flood; {changes}); continue_guest", 300)
+    seen("a name after 50,000 others", lambda: os.stat(f"{f}/none").st_size, ENOENT, 2, TOLD)
+    new = [ENOENT if number in (7, 8) else b"new\n" for number in range(1, 101)]
+    look = lambda: [result(lambda: read(f"{f}/{number}")) for number in range(1, 101)]
+    seen("the contents of 100 files", look, None, new, TOLD)
+    seen("the listing", lambda: len(os.listdir(f)), 100, 50099, TOLD)
+    assert epochs() > before, "nothing has ended all leases"
+    # It goes on.
+    keep(lambda: read(f"{f}/50"), b"new\n")
+    host("echo newer >flood/50")
+    seen("a change after that", lambda: read(f"{f}/50"), b"new\n", b"newer\n", TOLD)
+
+
+# What guest a has of the same directory with other options of the daemon.
+MORE_SHARES = {"negative": ("n",), "notified": ("n",)}
+for tag in ("meet", "s") + (MORE_SHARES.get(mode, ()) if role == "a" else ()):
     mount(tag)
 if role == "b":
     obey()
 else:
-    more = {"auto": ((kept,),), "negative": ((missing_for_a_second,),)}.get(mode, ())
-    steps((by_itself,), (by_the_host,), (by_another_guest,), *more)
+    more = {"auto": [kept], "negative": [missing_for_a_second], "notified": [without_event, too_many_changes]}
+    steps((by_itself,), (by_the_host,), (by_another_guest,), *((step,) for step in more.get(mode, ())))
     guest_b("end")
     # The other share, if there is one, is left to the end of the guest.
 umount("s")

@@ -1,7 +1,17 @@
 # shellcheck shell=bash disable=SC2154  # lib.sh sets them
 # What a guest sees, and when, in each cache mode: the promises of docs/caching.md.
 
-# caching MODE DAEMON-ARGUMENT...: two guests on one directory, each with its own daemon. Guest a looks.
+# Of guest a's kernel. The processes of its programs wait for it.
+stop_guest() { kill -STOP "$(<"$work/a.pid")"; }
+continue_guest() { kill -CONT "$(<"$work/a.pid")"; }
+
+# notifications DAEMON KIND: prints how many of this kind the daemon has sent.
+notifications() {
+    curl --silent --show-error --unix-socket "$work/sockets/$1.metrics" http://daemon |
+        awk -F'[" ]' -v kind="$2" '/^thruway_notifications/ && $2 == kind { sum += $NF } END { print sum + 0 }'
+}
+
+# caching MODE DAEMON-ARGUMENT...: two guests on one directory, each with its own daemon. Guest a looks. $kind is that of boot.
 caching() {
     local mode=$1 role pids=() tags
     shift
@@ -13,12 +23,13 @@ caching() {
         start_daemon "s@$role" "$work/share" --metrics-path "$work/sockets/s@$role.metrics" "$@"
         start_daemon "meet@$role" "$work/meet" --cache=never
         tags=(--fs "s=$work/sockets/s@$role" --fs "meet=$work/sockets/meet@$role")
-        if [[ $mode$role == negativea ]]; then
-            start_daemon n@a "$work/share" --negative-timeout=1
-            tags+=(--fs "n=$work/sockets/n@a")
-        fi
-        # 5 minutes: a guest waits 2 minutes for the other, or for what it is promised to see.
-        "$boot" --log-dir "$work/$role.logs" --ro-dir "$guest_dir" --timeout 300 --no-mount "${tags[@]}" \
+        case $mode$role in
+            negativea) start_daemon n@a "$work/share" --negative-timeout=1 ;;
+            notifieda) start_daemon n@a "$work/share" --lease-timeout=2 ;;
+        esac
+        [[ $role == b || ! -S $work/sockets/n@a ]] || tags+=(--fs "n=$work/sockets/n@a")
+        # 10 minutes: a guest waits 2 minutes for the other, or for what it is promised to see, and 5 for 50,000 changes.
+        "$boot" --kind "${kind:-uml}" --pid-file "$work/$role.pid" --log-dir "$work/$role.logs" --ro-dir "$guest_dir" --timeout 600 --no-mount "${tags[@]}" \
             "$guest_dir/caching.py" "$role" "$mode" &
         pids+=($!)
     done
@@ -35,3 +46,16 @@ case_caching_always() { caching always --cache=always; }
 case_caching_writeback() { caching writeback --cache=auto --writeback; }
 case_caching_no_open() { caching no-open --cache=auto --no-open=always; }
 case_caching_negative() { caching negative --cache=auto --negative-timeout=86400; }
+
+# The guests have leases. No timeout ends within the case, so that the guest sees what it is told, and nothing else.
+case_caching_notified() {
+    "$root/vm-images/setup.sh" uml-smp
+    kind=uml-smp
+    caching notified --cache=always --lease-timeout=3600
+}
+
+case_caching_notified_writeback() {
+    "$root/vm-images/setup.sh" uml-smp
+    kind=uml-smp
+    caching notified-writeback --cache=auto --writeback --lease-timeout=3600
+}
