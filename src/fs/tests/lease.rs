@@ -679,6 +679,49 @@ fn what_was_read_before_the_mark_is_read_again() {
 }
 
 #[test]
+fn a_name_is_looked_at_after_its_directory_is_watched() {
+    const L: u64 = LEASE.as_secs();
+    let (s, _queue) = leased(&std::env::temp_dir(), Config::default(), 100);
+    let path = |name: &str| s.dir.path().join(name);
+    make(&path("f"));
+    make(&path("g"));
+    assert_eq!(s.lookup(c"missing").unwrap().entry_valid, L);
+    let host = Rc::new(RefCell::new(Host::start()));
+    let change = |at: Point, name: &str| {
+        let (host, path, fs, done) = (host.clone(), path(name), s.fs.clone(), RefCell::new(false));
+        HOOK.set(Some(Rc::new(move |point| {
+            if point == at && !done.replace(true) {
+                let watch = fs.watch().unwrap();
+                let before = watch.handled();
+                assert!(host.borrow_mut().run("append", &[&path], "xy"));
+                let start = std::time::Instant::now();
+                while watch.handled() == before {
+                    assert!(start.elapsed() < LONG, "the watch handles nothing");
+                    std::thread::yield_now();
+                }
+            }
+        })));
+    };
+    // Once the directory is watched, each change is in the reply, or the guest may not keep what is.
+    change(Point::BeforeStat, "f");
+    assert_eq!(s.lookup(c"f").unwrap().attr.size, 2);
+    change(Point::AfterStat, "g");
+    let g = s.lookup(c"g").unwrap();
+    HOOK.set(None);
+    assert_eq!(valid(&g), (L, 1));
+}
+
+#[test]
+fn attributes_of_set_id_programs_are_not_leased() {
+    let config = Config { killpriv_v2: Some(true), ..Config::default() };
+    let (s, _queue) = leased(&std::env::temp_dir(), config, 100);
+    s.put("f", b"program");
+    fs::set_permissions(s.dir.path().join("f"), fs::Permissions::from_mode(0o4755)).unwrap();
+    // The host clears the bit at the guest's writes, and tells nobody.
+    assert_eq!(valid(&s.lookup(c"f").unwrap()), (LEASE.as_secs(), 0));
+}
+
+#[test]
 fn a_session_without_the_queue_has_no_leases() {
     let (s, queue) = leased(&std::env::temp_dir(), Config::default(), 100);
     s.put("f", b"1");
@@ -732,7 +775,7 @@ fn a_leased_node_is_read_without_an_open() {
     let read = || {
         let node = s.lookup(c"f").unwrap().nodeid;
         let mut list = List { room: 100, ..List::default() };
-        (s.read(node, 0, 0, 10), s.fs.readdirplus(ROOT_ID, 0, 0, &mut list).map(|_| list.entries.len()))
+        (s.read(node, 0, 0, 10), s.fs.readdirplus(ROOT_ID, 0, 0, &mut list).map(|()| list.entries.len()))
     };
     assert_eq!(read(), (Ok(b"data".to_vec()), Ok(3)));
     // Without leases the guest must have opened it.
