@@ -107,7 +107,7 @@ impl PassthroughFs {
     /// Calls `each` for the entries from `offset` on, until it returns false or there are no more.
     ///
     /// # Errors
-    /// ENOENT if the directory is removed.
+    /// ENOENT if the directory is removed, or ESTALE if nothing held it.
     fn list(
         &self,
         node: u64,
@@ -116,7 +116,7 @@ impl PassthroughFs {
         mut each: impl FnMut(BorrowedFd, Dirent, &CStr) -> Result<bool>,
     ) -> Result<()> {
         if self.has_no_handle(fh) {
-            let listed = self.with_dir(node, |spare| {
+            return self.with_dir(node, |spare| {
                 let mut dir = spare.listing()?;
                 // Other listings use the same descriptor. A new one must not get what an earlier one has read.
                 if offset == 0 { dir.rewind(spare.fd()) } else { dir.seek(spare.fd(), offset) }?;
@@ -124,8 +124,6 @@ impl PassthroughFs {
                 dir.rest();
                 listed
             });
-            // As Linux answers for a removed directory that is open. Programs that list trees expect it.
-            return listed.map_err(|errno| if errno == Errno::STALE { Errno::NOENT } else { errno });
         }
         let handle = self.handles.get(node, fh)?;
         let mut dir = handle.listing()?;
