@@ -69,6 +69,13 @@ case_pjdfstest_no_open() {
     pjdfstest_check no-open
 }
 
+# The guest has leases.
+case_pjdfstest_leases() {
+    "$root/vm-images/setup.sh" uml-smp
+    pjdfstest_run leases uml-smp "$THRUWAY_DAEMON"
+    pjdfstest_check leases
+}
+
 # fsx_case KIND OPERATIONS SEED...: runs fsx in each cache mode.
 fsx_case() {
     local kind=$1 cache arguments=()
