@@ -109,9 +109,6 @@ impl PassthroughFs {
         if valid.contains(SetattrValid::MODE) {
             cred::keep_setid(true);
             chmodat(CWD, FdPath::new(fd).as_cstr(), Mode::from_raw_mode(a.mode & 0o7777), AtFlags::empty())?;
-            if a.mode & ANY_EXECUTES != 0 && self.gives_handles() {
-                inode.close_writable();
-            }
         }
         if valid.contains(SetattrValid::SIZE) {
             let kill = self.has(InitFlags::HANDLE_KILLPRIV_V2) && valid.contains(SetattrValid::KILL_SUIDGID);
@@ -171,11 +168,16 @@ impl Attrs for PassthroughFs {
         self.writable()?;
         let valid = SetattrValid::from_bits_truncate(attr.valid);
         let inode = self.inodes.get(node)?;
-        inode.with_fd(&self.places, |fd| {
+        let out = inode.with_fd(&self.places, |fd| {
             self.change(fd, attr, valid, &inode)?;
             let (st, leased) = self.look(&inode, || stat(fd, c""))?;
             Ok(self.attr_out(&inode, &st, leased))
-        })
+        })?;
+        // Here, where this request does not use it any more.
+        if valid.contains(SetattrValid::MODE) && attr.mode & ANY_EXECUTES != 0 && self.gives_handles() {
+            inode.close_writable();
+        }
+        Ok(out)
     }
 
     fn statx(&self, node: u64, fh: Option<u64>, flags: u32, mask: u32) -> Result<StatxOut> {

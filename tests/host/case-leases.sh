@@ -3,6 +3,7 @@
 
 # leases_case BOOT-ARGUMENT...: the host runs the commands that the guest sends.
 leases_case() {
+    local guest
     make_share share
     make_share meet
     mkdir -p "$work/sockets"
@@ -10,8 +11,10 @@ leases_case() {
     start_daemon meet "$work/meet" --cache=never
     "$boot" --log-dir "$work/leases.logs" --ro-dir "$guest_dir" --timeout 600 --no-mount "$@" \
         --fs "s=$work/sockets/s" --fs "meet=$work/sockets/meet" "$guest_dir/leases.py" &
-    answer_guest leases $!
-    wait $! || fail "the guest has failed"
+    guest=$!
+    answer_guest leases "$guest"
+    # Not $!, which is the last command that the host has run.
+    wait "$guest" || fail "the guest has failed"
     logs_are_clean "$work/leases.logs" && logs_are_clean "$work/daemons.logs"
 }
 

@@ -911,23 +911,25 @@ fn a_program_has_a_handle_and_no_descriptor_of_it_is_left() {
     if !root() {
         return;
     }
-    let (s, _queue) = leased(&std::env::temp_dir(), Config::default(), 100);
-    let program = create(&s, c"p", libc::O_RDWR, 0o755);
-    assert!(has_handle(&program.open));
-    let release = ReleaseIn { fh: program.open.fh, ..Default::default() };
-    s.fs.release(program.entry.nodeid, &release).unwrap();
-    assert!(is_unwritten(&s, "p"));
-    // As a linker does it.
-    let node = create(&s, c"q", libc::O_RDWR, 0o600).entry.nodeid;
-    s.write(node, 0, 0, b"data", 0, libc::O_RDWR).unwrap();
-    assert!(!is_unwritten(&s, "q"));
-    let set = SetattrIn { valid: SetattrValid::MODE.bits(), mode: 0o755, ..Default::default() };
-    s.fs.setattr(node, &set).unwrap();
-    assert!(is_unwritten(&s, "q"));
-    // The guest still has it open.
-    assert_eq!(s.write(node, 0, 4, b"more", 0, libc::O_RDWR), Ok(4));
-    assert!(is_unwritten(&s, "q"));
-    assert_eq!(s.read(node, 0, 0, 9).unwrap(), b"datamore");
+    for inode_file_handles in [FileHandles::Never, FileHandles::Prefer] {
+        let (s, _queue) = leased(&std::env::temp_dir(), Config { inode_file_handles, ..Config::default() }, 100);
+        let program = create(&s, c"p", libc::O_RDWR, 0o755);
+        assert!(has_handle(&program.open));
+        let release = ReleaseIn { fh: program.open.fh, ..Default::default() };
+        s.fs.release(program.entry.nodeid, &release).unwrap();
+        assert!(is_unwritten(&s, "p"));
+        // As a linker does it.
+        let node = create(&s, c"q", libc::O_RDWR, 0o600).entry.nodeid;
+        s.write(node, 0, 0, b"data", 0, libc::O_RDWR).unwrap();
+        assert!(!is_unwritten(&s, "q"));
+        let set = SetattrIn { valid: SetattrValid::MODE.bits(), mode: 0o755, ..Default::default() };
+        s.fs.setattr(node, &set).unwrap();
+        assert!(is_unwritten(&s, "q"));
+        // The guest still has it open.
+        assert_eq!(s.write(node, 0, 4, b"more", 0, libc::O_RDWR), Ok(4));
+        assert!(is_unwritten(&s, "q"));
+        assert_eq!(s.read(node, 0, 0, 9).unwrap(), b"datamore");
+    }
 }
 
 #[test]
