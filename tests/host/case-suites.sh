@@ -96,6 +96,11 @@ fsx_case() {
 }
 
 case_fsx_uml() { if [[ $SOAK ]]; then fsx_case uml 100000 1 2 3; else fsx_case uml 3000 1; fi; }
+# The guest has leases, with which it trusts what it has written itself.
+case_fsx_leases() {
+    "$root/vm-images/setup.sh" uml-smp
+    if [[ $SOAK ]]; then fsx_case uml-smp 100000 1 2 3; else fsx_case uml-smp 3000 1 2; fi
+}
 case_fsx_qemu() { if [[ $SOAK ]]; then fsx_case qemu 10000 4; else fsx_case qemu 300 4; fi; }
 
 # 8 MiB for each job splits requests in every possible way. The soak's 128 MiB is more than the guest has in flight.
