@@ -722,6 +722,32 @@ fn attributes_of_set_id_programs_are_not_leased() {
 }
 
 #[test]
+fn a_file_that_is_swapped_while_it_is_found_has_no_lease() {
+    const L: u64 = LEASE.as_secs();
+    let config = Config { inode_file_handles: FileHandles::Never, ..Config::default() };
+    let (s, queue) = leased(&std::env::temp_dir(), config, 100);
+    let [f, g] = ["f", "g"].map(|name| s.dir.path().join(name));
+    make(&f);
+    make(&g);
+    // The directory is marked from now on. The event of the swap is not handled before the reply.
+    assert_eq!(s.lookup(c"missing").unwrap().entry_valid, L);
+    queue.hold(true);
+    let (host, done) = (RefCell::new(Host::start()), RefCell::new(false));
+    HOOK.set(Some(Rc::new(move |point| {
+        if point == Point::BeforeTable && !done.replace(true) {
+            assert!(host.borrow_mut().run("swap", &[&f, &g], ""));
+        }
+    })));
+    // A listing opens no file. When the daemon asks by which handle events name the first, the name leads to the other.
+    let mut list = List { room: 100, ..List::default() };
+    s.fs.readdirplus(ROOT_ID, 0, 0, &mut list).unwrap();
+    HOOK.set(None);
+    queue.hold(false);
+    let found = &list.entries.iter().find(|(_, out)| out.nodeid > ROOT_ID).unwrap().1;
+    assert_eq!(valid(found), (L, 1));
+}
+
+#[test]
 fn a_session_without_the_queue_has_no_leases() {
     let (s, queue) = leased(&std::env::temp_dir(), Config::default(), 100);
     s.put("f", b"1");
