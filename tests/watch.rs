@@ -231,8 +231,8 @@ impl World {
         }
     }
 
-    /// Waits until the guest has been told all of this. It may be told that contents have changed too: the host's kernel
-    /// merges events, and touch(1) opens the file for writing.
+    /// Waits until the guest has been told all of this. It may be told that contents have changed too: the host's
+    /// kernel merges events, and touch(1) opens the file for writing.
     fn hears(&self, what: &str, expected: &[Told]) {
         let mut told = self.queue.told.lock();
         let covers = |told: &Told, expected: &Told| match (told, expected) {

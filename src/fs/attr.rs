@@ -63,22 +63,23 @@ impl PassthroughFs {
         }
     }
 
-    /// How long the guest may use these attributes. If the host clears set-id bits, the guest does not hear of it: it
-    /// would still go by them when it executes the file. `leased`: the guest hears of changes by others.
-    pub(super) fn attr_timeout(&self, st: &Statx, leased: bool) -> Duration {
+    /// How long the guest may use these attributes, and ATTR_LEASED if it may open the file without a message. If the
+    /// host clears set-id bits, the guest does not hear of it: it would still go by them when it executes the file.
+    /// `leased`: the guest hears of changes by others.
+    pub(super) fn attr_lease(&self, node: &Inode, st: &Statx, leased: bool) -> (Duration, u32) {
         let mode = u32::from(st.stx_mode);
         let set_id = mode & libc::S_IFMT == libc::S_IFREG && mode & (libc::S_ISUID | libc::S_ISGID) != 0;
-        if set_id && self.has(InitFlags::HANDLE_KILLPRIV_V2) { Duration::ZERO } else { self.timeout_of(leased) }
+        let told = !(set_id && self.has(InitFlags::HANDLE_KILLPRIV_V2));
+        let valid = if told { self.timeout_of(leased) } else { Duration::ZERO };
+        (valid, if leased { self.leased_flag(node, st) } else { 0 })
     }
 
     /// `leased`: the guest hears of changes.
     fn attr_out(&self, node: &Inode, st: &Statx, leased: bool) -> AttrOut {
         let size = self.tell_size(node, st.stx_size);
-        let valid = self.attr_timeout(st, leased);
+        let (valid, flag) = self.attr_lease(node, st, leased);
         let mut attr = Attr { size, ..self.attr(st) };
-        if leased {
-            attr.flags |= self.leased_flag(node, st, attr.flags);
-        }
+        attr.flags |= flag;
         AttrOut { attr_valid: valid.as_secs(), attr_valid_nsec: valid.subsec_nanos(), dummy: 0, attr }
     }
 
@@ -189,8 +190,7 @@ impl Attrs for PassthroughFs {
             self.with_either(&inode, fh, |fd| statx(fd, c"", flags, mask | StatxFlags::BASIC_STATS))
         })?;
         self.saw(&inode, &st);
-        let valid = self.attr_timeout(&st, leased);
-        let leased = if leased { self.leased_flag(&inode, &st, self.dax_flag(&st)) } else { 0 };
+        let (valid, leased) = self.attr_lease(&inode, &st, leased);
         let size = self.tell_size(&inode, st.stx_size);
         Ok(StatxOut {
             attr_valid: valid.as_secs(),

@@ -265,7 +265,7 @@ impl PassthroughFs {
             let inode = self.inodes.learn(&st, place);
             let entry = match name {
                 Some(name) => self.found(sight, Found { parent: &parent, dir, name }, &inode, st),
-                None => self.entry(&parent, &inode, &st),
+                None => self.entry(&parent, &inode, &st, false),
             };
             Ok((inode, entry))
         })?;

@@ -227,12 +227,11 @@ impl PassthroughFs {
         if leased && self.leases() { self.timeout.max(self.config.lease_timeout) } else { self.timeout }
     }
 
-    /// ATTR_LEASED if the guest may open a file with these leased attributes without a message. `flags`: others that it
-    /// has.
-    pub(super) fn leased_flag(&self, inode: &Inode, st: &Statx, flags: u32) -> u32 {
+    /// ATTR_LEASED if the guest may open a file with these leased attributes without a message.
+    pub(super) fn leased_flag(&self, inode: &Inode, st: &Statx) -> u32 {
         let worth = match inode.format() {
             libc::S_IFDIR => self.leases_opens(),
-            libc::S_IFREG => self.leases_open_files() && flags & ATTR_DAX == 0 && !is_fixed(st),
+            libc::S_IFREG => self.leases_open_files() && self.dax_flag(st) & ATTR_DAX == 0 && !is_fixed(st),
             _ => false,
         };
         if worth { ATTR_LEASED } else { 0 }

@@ -77,26 +77,24 @@ impl PassthroughFs {
     /// An entry with leases, as far as the file and its name are watched.
     pub(super) fn found(&self, sight: Sight, found: Found, inode: &Arc<Inode>, mut st: Statx) -> EntryOut {
         let covered = self.covers(sight, found, inode, &mut st);
-        let (names, attrs) = (self.name_timeout(sight), self.attr_timeout(&st, covered));
-        let mut entry = self.entry(found.parent, inode, &st);
-        if covered {
-            entry.attr.flags |= self.leased_flag(inode, &st, entry.attr.flags);
-        }
+        let names = self.name_timeout(sight);
+        let mut entry = self.entry(found.parent, inode, &st, covered);
         (entry.entry_valid, entry.entry_valid_nsec) = (names.as_secs(), names.subsec_nanos());
-        (entry.attr_valid, entry.attr_valid_nsec) = (attrs.as_secs(), attrs.subsec_nanos());
         at(Point::BeforeReply);
         entry
     }
 
-    pub(super) fn entry(&self, parent: &Inode, inode: &Arc<Inode>, st: &Statx) -> EntryOut {
+    /// `leased`: the guest hears of changes of the attributes.
+    pub(super) fn entry(&self, parent: &Inode, inode: &Arc<Inode>, st: &Statx, leased: bool) -> EntryOut {
         let size = self.tell_size(inode, st.stx_size);
         self.saw(inode, st);
+        let (valid, flag) = self.attr_lease(inode, st, leased);
         let mut attr = Attr { size, ..self.attr(st) };
+        attr.flags |= flag;
         let directory = inode.format() == libc::S_IFDIR;
         if directory && inode.key.mount != parent.key.mount && self.has(InitFlags::SUBMOUNTS) {
             attr.flags |= ATTR_SUBMOUNT;
         }
-        let valid = self.attr_timeout(st, false);
         EntryOut {
             nodeid: inode.id,
             generation: 0,

@@ -124,8 +124,8 @@ fn put<T: IntoBytes + Immutable>(to: &mut Vec<u8>, code: i32, body: &T, name: Op
 }
 
 /// Takes notifications to the guest. It never waits, and holds a bounded number of them: past that, one
-/// [`Notification::IncEpoch`] takes the place of all invalidations. What is said twice before the guest hears of it is said once.
-/// The guest hears of all that was invalidated before it hears of an event that came later.
+/// [`Notification::IncEpoch`] takes the place of all invalidations. What is said twice before the guest hears of it is
+/// said once. The guest hears of all that was invalidated before it hears of an event that came later.
 ///
 /// The guest's own changes need no notification.
 pub trait Sink: Send + Sync {
