@@ -129,7 +129,8 @@ fn say(notifier: &Notifier, input: &mut Input) {
         let name = vec![b'n'; usize::from(kind / 8) * 8 + 1];
         notifier.notify(match kind % 8 {
             0..3 => Notification::InvalInode { nodeid, contents: kind & 8 != 0 },
-            3 | 4 => Notification::InvalEntry { parent: nodeid, name: &name },
+            3 => Notification::InvalEntry { parent: nodeid, name: &name },
+            4 => Notification::Revoked,
             5 => Notification::Delete { parent: nodeid, child: 2, name: &name },
             6 => Notification::Event(FsEvent { nodeid, child: 0, mask: 2, cookie: 0, name: &name }),
             _ => Notification::IncEpoch,
