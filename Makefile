@@ -77,9 +77,9 @@ bench:
 	$(MAKE) build
 	$(CARGO) run --release --package xtask -- bench $(ARGS)
 
-# Ten seconds of each fuzz target. Targets that need root are skipped without it.
+# Five seconds of each fuzz target. Targets that need root are skipped without it.
 fuzz-short:
-	fuzz/run --seconds 10
+	fuzz/run --seconds 5
 
 # ARGS are the options of fuzz/run, for example ARGS='--seconds 3600 --rounds 0 server'.
 fuzz:

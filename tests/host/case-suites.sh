@@ -99,7 +99,7 @@ case_fsx_uml() { if [[ $SOAK ]]; then fsx_case uml 100000 1 2 3; else fsx_case u
 # The guest has leases, with which it trusts what it has written itself.
 case_fsx_leases() {
     "$root/vm-images/setup.sh" uml-smp
-    if [[ $SOAK ]]; then fsx_case uml-smp 100000 1 2 3; else fsx_case uml-smp 3000 1 2; fi
+    if [[ $SOAK ]]; then fsx_case uml-smp 100000 1 2 3; else fsx_case uml-smp 3000 1; fi
 }
 case_fsx_qemu() { if [[ $SOAK ]]; then fsx_case qemu 10000 4; else fsx_case qemu 300 4; fi; }
 
@@ -113,7 +113,8 @@ fio_case() {
 }
 
 case_fio_uml() { fio_case uml "$(pick 8 128)" 'psync libaio io_uring' '4k 64k 1M'; }
-case_fio_qemu() { fio_case qemu "$(pick 2 32)" 'psync libaio io_uring' '4k 64k 1M'; }
+# Under emulation each job takes seconds to start.
+case_fio_qemu() { fio_case qemu "$(pick 2 32)" 'psync libaio io_uring' "$(pick '4k 1M' '4k 64k 1M')"; }
 
 # These run for a minute each in a soak, the others for some seconds.
 main_stressors='dir dentry link symlink rename fallocate flock xattr utime getdent iomix'
