@@ -114,6 +114,11 @@ impl PassthroughFs {
         self.leases.watch.as_ref().filter(|_| self.notifier.is_open())
     }
 
+    /// The watch, if it is to see what the guest may keep, and not only what its programs watch.
+    fn watch_of_caches(&self) -> Option<&Watch> {
+        self.watch().filter(|_| !self.config.lease_timeout.is_zero())
+    }
+
     /// Whether the guest has leases in this session.
     fn leases(&self) -> bool {
         self.has(InitFlags::LEASES)
@@ -121,12 +126,12 @@ impl PassthroughFs {
 
     /// Whether the session is to have leases.
     pub(super) fn offers_leases(&self) -> bool {
-        self.watch().is_some() && !self.config.lease_timeout.is_zero() && self.config.cache != CachePolicy::Never
+        self.watch_of_caches().is_some() && self.config.cache != CachePolicy::Never
     }
 
     /// To be called before a name in this directory is looked at.
     pub(super) fn sight(&self, parent: &Arc<Inode>, dir: BorrowedFd) -> Sight {
-        let Some(watch) = self.watch() else { return Sight { handled: None, named: false } };
+        let Some(watch) = self.watch_of_caches() else { return Sight { handled: None, named: false } };
         let handled = Some(watch.handled());
         Sight { handled, named: watch.is_marked(parent.id) || self.mark(watch, parent, dir) }
     }
@@ -198,7 +203,7 @@ impl PassthroughFs {
         inode: &Arc<Inode>,
         look: impl Fn() -> std::result::Result<Statx, E>,
     ) -> std::result::Result<(Statx, bool), E> {
-        let Some(watch) = self.watch() else { return Ok((look()?, false)) };
+        let Some(watch) = self.watch_of_caches() else { return Ok((look()?, false)) };
         let cover = watch.cover(inode.id);
         at(Point::BeforeStat);
         let st = look()?;

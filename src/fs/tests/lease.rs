@@ -821,6 +821,21 @@ fn some_sessions_have_no_leases() {
 }
 
 #[test]
+fn without_leases_only_what_programs_watch_is_marked() {
+    let config = Config { lease_timeout: Duration::ZERO, ..Config::default() };
+    let (s, _queue) = serve_watched(&std::env::temp_dir(), config, 100);
+    s.fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM).unwrap();
+    s.put("f", b"1");
+    let f = s.lookup(c"f").unwrap().nodeid;
+    s.fs.getattr(f, None).unwrap();
+    s.fs.getattr(ROOT_ID, None).unwrap();
+    let marked = || [ROOT_ID, f].map(|node| s.fs.watch().unwrap().is_marked(node));
+    assert_eq!(marked(), [false, false]);
+    s.fs.watch_node(f, libc::FAN_MODIFY as u32).unwrap();
+    assert_eq!(marked(), [false, true]);
+}
+
+#[test]
 fn a_file_system_that_cannot_be_watched_has_timeouts() {
     let (s, queue) = leased(&std::env::temp_dir(), Config::default(), 100);
     let dev = fs::metadata(s.dir.path()).unwrap().dev();
