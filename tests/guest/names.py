@@ -82,5 +82,6 @@ def remove():
     timed(lambda: subprocess.run(["rm", "-rf", directory], check=True))
 
 
-{"status": status, "again": again, "untar": untar, "remove": remove}[what]()
+# What the job before has left. Not at the end, since a job's messages are counted until then.
 shutil.rmtree(directory, ignore_errors=True)
+{"status": status, "again": again, "untar": untar, "remove": remove}[what]()

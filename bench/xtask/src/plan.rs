@@ -364,6 +364,8 @@ const NAMES: Table = Table {
             ],
             ..THRUWAYD
         },
+        // What the guest's own work takes.
+        TMPFS,
     ],
     jobs: &[
         names("status", "second git status of 20,000 files, after 5 s", "status 20000"),
