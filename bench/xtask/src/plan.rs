@@ -312,7 +312,7 @@ const BUILD: Table = Table {
 
 const BUILD_ALWAYS: Table = Table {
     name: "build-always",
-    title: "QEMU guest with one CPU and guest-kernel/, building a C project, --cache=always",
+    title: "QEMU guest with guest-kernel/, a build with --cache=always",
     contenders: &[
         Contender { name: "virtiofsd", daemon_args: "--cache=always", ..VIRTIOFSD },
         Contender { daemon_args: "--cache=always --log-level debug", ..LOGGING },
