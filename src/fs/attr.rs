@@ -41,7 +41,7 @@ fn clear_set_id(fd: BorrowedFd) -> Result<()> {
 }
 
 impl PassthroughFs {
-    /// Attributes as the guest sees them.
+    /// Attributes as the guest sees them, without flags.
     pub(super) fn attr(&self, st: &Statx) -> Attr {
         Attr {
             ino: st.stx_ino,
@@ -59,7 +59,7 @@ impl PassthroughFs {
             gid: self.config.gid_map.to_guest(st.stx_gid),
             rdev: encode_rdev(st.stx_rdev_major, st.stx_rdev_minor),
             blksize: st.stx_blksize,
-            flags: self.dax_flag(st),
+            flags: 0,
         }
     }
 
@@ -78,8 +78,7 @@ impl PassthroughFs {
     fn attr_out(&self, node: &Inode, st: &Statx, leased: bool) -> AttrOut {
         let size = self.tell_size(node, st.stx_size);
         let (valid, flag) = self.attr_lease(node, st, leased);
-        let mut attr = Attr { size, ..self.attr(st) };
-        attr.flags |= flag;
+        let attr = Attr { size, flags: flag | self.dax_flag(node, st), ..self.attr(st) };
         AttrOut { attr_valid: valid.as_secs(), attr_valid_nsec: valid.subsec_nanos(), dummy: 0, attr }
     }
 

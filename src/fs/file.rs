@@ -272,7 +272,7 @@ impl PassthroughFs {
         let labelled = by.label.map_or(Ok(()), |(label, value)| self.label(inode.id, label, value));
         let out = move |open| CreateOut { entry, open };
         let opened = labelled.and_then(|()| self.opened(&inode, file, flags, reply, out));
-        opened.inspect_err(|_| self.inodes.forget(inode.id, 1))
+        opened.inspect_err(|_| self.unlearn(inode.id, 1))
     }
 
     fn write_to(&self, fd: BorrowedFd, node: u64, write: &WriteIn, from: &IoRange) -> Result<usize> {
@@ -407,7 +407,7 @@ impl Files for PassthroughFs {
             Err(Errno::EXIST) if create.flags & libc::O_EXCL as u32 == 0 => {
                 let entry = self.within(parent, name, |parent, dir| self.enter(parent, dir, name, false))?;
                 let opened = self.open_found(entry, create, reply);
-                opened.inspect_err(|_| self.inodes.forget(entry.nodeid, 1))
+                opened.inspect_err(|_| self.unlearn(entry.nodeid, 1))
             }
             Err(errno) => Err(errno),
         }

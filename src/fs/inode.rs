@@ -386,7 +386,8 @@ impl Inode {
         Ok(())
     }
 
-    fn is_lazy(&self) -> bool {
+    /// Whether only READDIRPLUS has named it, and nothing has used it.
+    pub fn is_lazy(&self) -> bool {
         matches!(*self.place.read_recursive(), Place::Name(..))
     }
 

@@ -17,7 +17,7 @@ use super::fd::{FdPath, open_path, stat};
 use super::host::HostFs;
 use super::inode::Inode;
 use super::{CachePolicy, PassthroughFs, cred, sys};
-use crate::fuse::abi::{ATTR_DAX, ATTR_LEASED, InitFlags};
+use crate::fuse::abi::{ATTR_LEASED, InitFlags};
 use crate::fuse::notify::Sink;
 use crate::fuse::ops::Result;
 use crate::watch::{Change, Cover, FileId, Listener, Target, Watch};
@@ -96,7 +96,7 @@ fn ctime(st: &Statx) -> (i64, u32) {
 }
 
 /// Whether its attributes forbid what its mode allows.
-fn is_fixed(st: &Statx) -> bool {
+pub(super) fn is_fixed(st: &Statx) -> bool {
     st.stx_attributes.intersects(StatxAttributes::IMMUTABLE | StatxAttributes::APPEND)
 }
 
@@ -236,7 +236,8 @@ impl PassthroughFs {
     pub(super) fn leased_flag(&self, inode: &Inode, st: &Statx) -> u32 {
         let worth = match inode.format() {
             libc::S_IFDIR => self.leases_opens(),
-            libc::S_IFREG => self.leases_open_files() && self.dax_flag(st) & ATTR_DAX == 0 && !is_fixed(st),
+            // Without a window, and so without DAX.
+            libc::S_IFREG => self.leases_open_files() && !is_fixed(st),
             _ => false,
         };
         if worth { ATTR_LEASED } else { 0 }

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::task::Poll;
 
-use rustix::fs::{FallocateFlags, OFlags, Statx, StatxAttributes, fallocate, fcntl_getfl, makedev};
+use rustix::fs::{FallocateFlags, OFlags, Statx, fallocate, fcntl_getfl, makedev};
 use rustix::io::Errno;
 
 use super::PassthroughFs;
@@ -13,13 +13,11 @@ use super::contents::Stamp;
 use super::cred;
 use super::fd::stat;
 use super::inode::{Inode, Places};
+use super::lease::{is_fixed, is_program};
 use crate::fuse::Reply;
 use crate::fuse::abi::*;
 use crate::fuse::ops::{Answer, Mappings, Result};
 use crate::window::{Facts, Passthrough, Source, Window};
-
-/// Permission bits to execute.
-const EXECUTE: u32 = 0o111;
 
 impl PassthroughFs {
     fn window(&self) -> Result<&Window> {
@@ -58,8 +56,7 @@ impl PassthroughFs {
             return None;
         }
         let st = stat(file, c"").ok()?;
-        let fixed = st.stx_attributes.intersects(StatxAttributes::IMMUTABLE | StatxAttributes::APPEND);
-        let worth = st.stx_size >= self.config.passthrough_min_size && !fixed;
+        let worth = st.stx_size >= self.config.passthrough_min_size && !is_fixed(&st);
         worth.then(|| self.opener(inode.clone()) as Arc<dyn Source>)
     }
 
@@ -142,7 +139,8 @@ impl PassthroughFs {
 
     /// ATTR_DAX if the guest is to map the file rather than to send messages. Not with an execute bit: the host could
     /// not execute a file that the guest writes to, and the guest could not write to a file that the host executes.
-    pub(super) fn dax_flag(&self, st: &Statx) -> u32 {
+    /// Not one that does not fit into the window beside the others.
+    pub(super) fn dax_flag(&self, inode: &Inode, st: &Statx) -> u32 {
         let copies_on_write = || {
             let host = self.hosts.known(makedev(st.stx_dev_major, st.stx_dev_minor));
             host.is_some_and(|host| host.copies_on_write)
@@ -150,11 +148,17 @@ impl PassthroughFs {
         // With passthrough there is no DAX: a file cannot have both.
         let worth = self.has(InitFlags::HAS_INODE_DAX)
             && self.passing().is_none()
-            && u32::from(st.stx_mode) & (libc::S_IFMT | EXECUTE) == libc::S_IFREG
+            && inode.format() == libc::S_IFREG
+            && !is_program(st)
             && st.stx_size >= self.config.dax_min_size
             && !self.config.readonly
-            && !st.stx_attributes.intersects(StatxAttributes::IMMUTABLE | StatxAttributes::APPEND)
-            && !copies_on_write();
+            && !is_fixed(st)
+            && !copies_on_write()
+            && self.grants.ask(inode.id, st.stx_size, inode.is_lazy());
+        if worth && self.inodes.get(inode.id).is_err() {
+            // The guest has forgotten it meanwhile, by another queue.
+            self.grants.end(inode.id);
+        }
         if worth { ATTR_DAX } else { 0 }
     }
 
@@ -231,11 +235,7 @@ impl Source for Opener {
     fn facts(&self) -> Result<Facts> {
         cred::enter_thread(self.proc_self_fd.as_fd());
         let st = self.inode.with_fd(&self.places, |fd| stat(fd, c""))?;
-        Ok(Facts {
-            size: st.stx_size,
-            told_size: self.inode.told_size(),
-            executable: u32::from(st.stx_mode) & EXECUTE != 0,
-        })
+        Ok(Facts { size: st.stx_size, told_size: self.inode.told_size(), executable: is_program(&st) })
     }
 
     fn failed(&self, errno: Errno) {

@@ -4,6 +4,7 @@ mod attr;
 mod config;
 mod contents;
 mod cred;
+mod dax;
 mod dir;
 mod events;
 mod fd;
@@ -50,6 +51,7 @@ use crate::fuse::ops::{Control, Result, Session};
 use crate::watch::Watch;
 use crate::window::{self, Window};
 pub use config::{CachePolicy, Config, FileHandles, Migration, MigrationMode, MigrationOnError, NoOpen, Offer};
+use dax::Grants;
 use events::Watchers;
 use handle::{Handles, Listings};
 use host::{HostFs, Hosts};
@@ -78,6 +80,8 @@ pub struct PassthroughFs {
     /// What INIT settled ([`InitFlags`]).
     session: AtomicU64,
     window: Option<Arc<Window>>,
+    /// The files that the guest maps with `dax=inode`.
+    grants: Grants,
     /// The way to tell the guest of changes by others.
     notifier: Arc<dyn Sink>,
     /// The clock of file times. Tests have another.
@@ -132,6 +136,7 @@ impl PassthroughFs {
             session: AtomicU64::new(0),
             proc_self_fd: Arc::new(proc_self_fd),
             window: None,
+            grants: Grants::default(),
             notifier: Arc::new(Silent),
             clock: sys::file_clock,
             leases: Leases::default(),
@@ -169,7 +174,8 @@ impl PassthroughFs {
 
     /// Lets the guest map files.
     pub fn with_window(self, window: Option<Arc<Window>>) -> Self {
-        let fs = Self { window, ..self };
+        let grants = Grants::new(window.as_ref().map_or(0, |window| window.dax_size()));
+        let fs = Self { window, grants, ..self };
         // Whether a file gets DAX depends on its file system, which is otherwise not known before a file of it is
         // opened.
         if let Ok(root) = fs.inodes.get(crate::fuse::abi::ROOT_ID) {
@@ -292,6 +298,7 @@ impl Control for PassthroughFs {
         self.locks.clear();
         self.handles.clear();
         self.inodes.clear();
+        self.grants.clear();
         if let Some(watch) = &self.leases.watch {
             watch.clear();
         }

@@ -89,8 +89,7 @@ impl PassthroughFs {
         let size = self.tell_size(inode, st.stx_size);
         self.saw(inode, st);
         let (valid, flag) = self.attr_lease(inode, st, leased);
-        let mut attr = Attr { size, ..self.attr(st) };
-        attr.flags |= flag;
+        let mut attr = Attr { size, flags: flag | self.dax_flag(inode, st), ..self.attr(st) };
         let directory = inode.format() == libc::S_IFDIR;
         if directory && inode.key.mount != parent.key.mount && self.has(InitFlags::SUBMOUNTS) {
             attr.flags |= ATTR_SUBMOUNT;
@@ -103,6 +102,15 @@ impl PassthroughFs {
             entry_valid_nsec: self.timeout.subsec_nanos(),
             attr_valid_nsec: valid.subsec_nanos(),
             attr,
+        }
+    }
+
+    /// Drops references that the guest holds, or would hold if there were no error.
+    pub(super) fn unlearn(&self, node: u64, nlookup: u64) {
+        self.inodes.forget(node, nlookup);
+        if self.window.is_some() && self.inodes.get(node).is_err() {
+            self.grants.end(node);
+            self.passing().into_iter().for_each(|pass| pass.forget(node));
         }
     }
 
@@ -145,7 +153,7 @@ impl PassthroughFs {
                 if let Err(errno) = self.label(entry.nodeid, label, value) {
                     let directory = entry.attr.mode & libc::S_IFMT == libc::S_IFDIR;
                     let _ = unlinkat(dir, name, if directory { AtFlags::REMOVEDIR } else { AtFlags::empty() });
-                    self.inodes.forget(entry.nodeid, 1);
+                    self.unlearn(entry.nodeid, 1);
                     return Err(errno);
                 }
             }
@@ -186,11 +194,8 @@ impl Names for PassthroughFs {
     fn forget(&self, node: u64, nlookup: u64) {
         let marked = self.watch().is_some_and(|watch| watch.is_marked(node));
         let inode = if marked { self.inodes.get(node).ok() } else { None };
-        self.inodes.forget(node, nlookup);
+        self.unlearn(node, nlookup);
         self.forgot(node, inode.as_ref());
-        if let Some(pass) = self.passing().filter(|_| self.inodes.get(node).is_err()) {
-            pass.forget(node);
-        }
     }
 
     fn readlink(&self, node: u64, to: &mut Vec<u8>) -> Result<()> {

@@ -3,7 +3,7 @@
 use std::ffi::{CStr, CString};
 use std::fs;
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
@@ -954,4 +954,66 @@ fn a_cold_read_leaves_the_worker_while_files_are_mapped() {
     let unmap = RemovemappingOne { moffset: 0, len: RANGE };
     answered::<()>(|reply| s.fs.removemapping(&[unmap], reply)).unwrap();
     assert!(cold_read(mapped, "mapped"));
+}
+
+/// A share with a DAX window of 10 ranges, of which the guest keeps 2 free.
+fn windowed(dir: TempDir) -> Share {
+    let window = Window::new(10 * RANGE, None, Arc::new(Obliging)).unwrap();
+    window.connect(Arc::new(Obliging));
+    window.announce();
+    let config = Config { dax_min_size: RANGE, ..Default::default() };
+    let fs = PassthroughFs::new(open_root(dir.path()), proc_self_fd().unwrap(), config).unwrap();
+    let s = Share { dir, fs: Arc::new(fs.with_window(Some(window))) };
+    s.fs.enter_thread();
+    s.fs.init(InitFlags::all()).unwrap();
+    s
+}
+
+#[test]
+fn no_more_files_are_mapped_than_fit_into_the_window() {
+    let s = windowed(tempfile::tempdir().unwrap());
+    let set = |name: &str, ranges: u64| {
+        let file = fs::File::options().create(true).truncate(false).write(true).open(s.dir.path().join(name)).unwrap();
+        file.set_len(ranges * RANGE).unwrap();
+    };
+    let dax = |name: &CStr| s.lookup(name).unwrap().attr.flags & ATTR_DAX != 0;
+    let now = |node| s.fs.getattr(node, None).unwrap().attr.flags & ATTR_DAX != 0;
+    for (name, ranges) in [("five", 5), ("three", 3), ("one", 1), ("nine", 9)] {
+        set(name, ranges);
+    }
+    let five = s.lookup(c"five").unwrap().nodeid;
+    let one = s.lookup(c"one").unwrap().nodeid;
+    assert!(dax(c"five") && dax(c"one") && !dax(c"three") && !dax(c"nine"));
+    // ACCESS gives nothing away, and takes nothing.
+    s.fs.access(s.lookup(c"three").unwrap().nodeid, 0, 0, 4).unwrap();
+    // What is forgotten makes room. An inode lives until its last reference is gone.
+    s.fs.forget(five, 1);
+    assert!(!dax(c"three") && now(five));
+    s.fs.forget(five, 1);
+    assert!(dax(c"three") && dax(c"one") && dax(c"three"));
+    // It grows past the room: the guest is to give it up, and has it until then.
+    set("one", 6);
+    assert!(!now(one));
+    set("one", 1);
+    assert!(!now(one) && !dax(c"five"));
+    s.fs.forget(one, u64::MAX);
+    assert!(dax(c"one") && !dax(c"five"));
+    s.fs.destroy();
+    assert!(dax(c"five") && !dax(c"nine"));
+}
+
+#[test]
+fn an_open_that_fails_takes_no_part_of_the_window() {
+    let s = windowed(tempfile::tempdir().unwrap());
+    for name in ["a", "b"] {
+        fs::File::create(s.dir.path().join(name)).unwrap().set_len(5 * RANGE).unwrap();
+    }
+    // Another process holds a lease on the first file, so this CREATE fails.
+    let held = fs::File::open(s.dir.path().join("a")).unwrap();
+    // SAFETY: the descriptor is open.
+    assert_eq!(unsafe { libc::fcntl(held.as_raw_fd(), libc::F_SETLEASE, libc::F_RDLCK) }, 0);
+    let create = CreateIn { flags: libc::O_RDWR as u32, mode: 0o644, ..Default::default() };
+    let failed = answered::<CreateOut>(|reply| s.fs.create(ROOT_ID, c"a", &create, &me(), reply));
+    assert_eq!(failed.err(), Some(Errno::STALE));
+    assert_eq!(s.lookup(c"b").unwrap().attr.flags, ATTR_DAX);
 }

@@ -92,6 +92,11 @@ impl Window {
         [self.size].into_iter().chain(more).collect()
     }
 
+    /// Size of the DAX window in bytes. 0 if there is none.
+    pub fn dax_size(&self) -> u64 {
+        self.size
+    }
+
     /// Whether there is a frontend that maps.
     fn is_connected(&self) -> bool {
         self.shared.announced.load(Ordering::Acquire) && self.shared.frontend.lock().is_some()

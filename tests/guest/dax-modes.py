@@ -2,6 +2,7 @@
 """Which files are mapped in which mode, in the shares s and readonly: dax-modes.py."""
 
 import os
+import random
 import sys
 
 sys.path.insert(0, "/host")
@@ -64,6 +65,32 @@ def readonly(mode):
     umount("readonly")
 
 
+def larger_than_the_window():
+    """Random reads of twice the window: no more is mapped than stays mapped."""
+    count, ranges, window = 16, 8, 64
+    # The guest keeps a fifth of the window free.
+    fit = (window - window // 5) // ranges
+    host(f"truncate -s {2 * window * RANGE} whole; for i in $(seq {count}); do head -c {ranges * RANGE} /dev/zero | tr '\\0' $((i % 10)) >part$i; done")
+    mount("s", "inode")
+    assert not is_dax(f"{S}/whole"), "a file larger than the window is DAX"
+    parts = [f"{S}/part{number}" for number in range(1, count + 1)]
+    fds = [os.open(path, os.O_RDONLY) for path in parts]
+    equal([is_dax(path) for path in parts], [number < fit for number in range(count)])
+    before, removed = setups(), host_number("requests s Removemapping")
+    rng = random.Random(5)
+    for _ in range(3000):
+        number = rng.randrange(count)
+        equal(os.pread(fds[number], 8, rng.randrange(ranges * RANGE - 8)), b"%d" % ((number + 1) % 10) * 8)
+    made, removed = setups() - before, host_number("requests s Removemapping") - removed
+    equal((made, removed), (fit * ranges, 0))
+    for fd in fds:
+        os.close(fd)
+    # What the guest has forgotten makes room for others.
+    drop_caches()
+    seen("room for the last file", lambda: is_dax(parts[-1]), True)
+    umount("s")
+
+
 mount("meet")
 steps(
     (made_by_host,),
@@ -74,6 +101,7 @@ steps(
     (look, "readonly", "always", SIZES),
     (look, "readonly", "inode", []),
     (grown,),
+    (larger_than_the_window,),
     (readonly, "always"),
     (readonly, "inode"),
 )
