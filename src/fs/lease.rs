@@ -258,11 +258,12 @@ impl PassthroughFs {
 
     /// Whether an open with these flags of the guest gets FOPEN_LEASED instead of a handle. Not one that only reads:
     /// it comes if there is no lease, or to execute the file, and a handle then keeps a file that others remove. Not
-    /// one of a program: as long as a descriptor is open for writing, the host cannot execute it (ETXTBSY).
-    pub(super) fn leases_open(&self, host: &HostFs, file: BorrowedFd, flags: u32) -> bool {
+    /// one of a program: as long as a descriptor is open for writing, the host cannot execute it (ETXTBSY). `st`: the
+    /// file's attributes.
+    pub(super) fn leases_open(&self, host: &HostFs, flags: u32, st: impl FnOnce() -> Option<Statx>) -> bool {
         let writes = flags & libc::O_ACCMODE as u32 != libc::O_RDONLY as u32;
         let may = writes && self.gives_handles() && self.leases_open_files() && !host.flushes && host.open_is_open;
-        may && stat(file, c"").is_ok_and(|st| !is_fixed(&st) && !is_program(&st))
+        may && st().is_some_and(|st| !is_fixed(&st) && !is_program(&st))
     }
 
     /// The guest has moved a file to this directory.

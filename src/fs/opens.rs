@@ -70,6 +70,11 @@ impl PassthroughFs {
         !self.has(InitFlags::NO_OPEN_SUPPORT)
     }
 
+    /// Whether some opens of files get no handle, so that an inode's descriptor serves them.
+    pub(super) fn opens_without_handles(&self) -> bool {
+        !self.gives_handles() || self.leases_open_files()
+    }
+
     /// Whether OPENDIR gives handles.
     pub(super) fn gives_dir_handles(&self) -> bool {
         !self.has(InitFlags::NO_OPENDIR_SUPPORT)
