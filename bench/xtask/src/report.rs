@@ -110,8 +110,10 @@ To repeat it, run `make bench` as root on a machine that does nothing else, or
 
 **The contenders.** virtiofsd and thruwayd run with their defaults: cache mode, sandbox, no O_DIRECT. *Pool 0* and *pool
 4* are virtiofsd's `--thread-pool-size`. *DAX* and *passthrough* are thruwayd with `--dax-window` and
-`--passthrough-window`. *Notified* is thruwayd with a guest that has the notification queue, so that it may keep names,
-attributes and contents for 60 s. *tmpfs* and *ext4* are the guest's own file systems, without a daemon.
+`--passthrough-window`. The DAX window has 512 MiB. For the file of 256 MiB the guest has `dax=always`. For the file of
+1 GiB it has `dax=inode`, the kernel's default, and the daemon leaves the file to messages. *Notified* is thruwayd with
+a guest that has the notification queue, so that it may keep names, attributes and contents for 60 s. *tmpfs* and *ext4*
+are the guest's own file systems, without a daemon.
 
 **The jobs.** The share lies in the host's memory (`/dev/shm`). For builds, small files and changes on the host it lies
 on the host's disk. fio works at depth 1 on an existing file of 256 MiB, unless the title names another size. With
