@@ -73,18 +73,58 @@ pub fn keep_awake() -> Option<fs::File> {
     Some(latency)
 }
 
-/// Makes the directory that a table's guests share, with the file that its jobs work on. It is deleted on drop.
-pub fn share(table: &Table, quick: bool) -> Result<TempDir> {
-    let mib = table.file_mib(quick);
-    let place = if table.on_disk { root().join("target") } else { "/dev/shm".into() };
-    let share = tempfile::Builder::new()
-        .prefix("thruway-bench.")
-        .tempdir_in(&place)
-        .map_err(|e| format!("cannot make a directory in {}: {e}", place.display()))?;
-    // A file system or an emulator might treat zeroes better than data.
-    fs::write(share.path().join("data"), vec![0x5a; mib << 20])
-        .map_err(|e| format!("cannot write {mib} MiB to {}: {e}", place.display()))?;
-    Ok(share)
+/// Bytes of a disk of its own: enough for the trees of `names.py`, which stay until the end of a turn.
+const DISK: u64 = 4 << 30;
+
+/// A directory that guests share. It is deleted on drop.
+pub struct Share {
+    dir: TempDir,
+    /// It lies on a disk of its own.
+    mounted: bool,
+}
+
+impl Share {
+    /// Makes the directory, with the file that the table's jobs work on.
+    pub fn new(table: &Table, quick: bool) -> Result<Self> {
+        let place = Path::new("/dev/shm");
+        let directory = || tempfile::Builder::new().prefix("thruway-bench.").tempdir_in(place);
+        let dir = directory().map_err(|e| format!("cannot make a directory in {}: {e}", place.display()))?;
+        let mut share = Self { dir, mounted: false };
+        if table.on_disk {
+            share.mount()?;
+        }
+        let mib = table.file_mib(quick);
+        // A file system or an emulator might treat zeroes better than data.
+        fs::write(share.path().join("data"), vec![0x5a; mib << 20])
+            .map_err(|e| format!("cannot write {mib} MiB to {}: {e}", place.display()))?;
+        Ok(share)
+    }
+
+    /// A new ext4. In one where many files were deleted in the last minutes, ext4 spends most of the time of a create on
+    /// finding a number that was not used lately (recently_deleted of fs/ext4/ialloc.c).
+    fn mount(&mut self) -> Result<()> {
+        let image = tempfile::NamedTempFile::new_in("/dev/shm").map_err(|e| format!("cannot make an image: {e}"))?;
+        image.as_file().set_len(DISK).map_err(|e| format!("cannot make an image: {e}"))?;
+        let path = image.path().display().to_string();
+        output("mkfs.ext4", &["-q", "-F", &path])?;
+        output("mount", &["-o", "loop", &path, &self.dir.path().display().to_string()])?;
+        self.mounted = true;
+        // The image lives as long as it is mounted.
+        Ok(())
+    }
+
+    pub fn path(&self) -> &Path {
+        self.dir.path()
+    }
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        // A program that still looks at it, such as an indexer, must not keep the directory.
+        if self.mounted && output("umount", &["--lazy", &self.dir.path().display().to_string()]).is_err() {
+            eprintln!("bench: cannot unmount {}", self.dir.path().display());
+        }
+    }
 }
 
 /// Facts for the report that are known before the run.

@@ -14,7 +14,7 @@ use std::process::ExitCode;
 use clap::builder::PossibleValuesParser;
 use clap::{Args, Parser};
 
-use host::Result;
+use host::{Result, Share};
 use plan::{Contender, FIRST_OPEN, SETUPMAPPING, TABLES, Table};
 use thruway_bench::series::Series;
 
@@ -160,11 +160,14 @@ fn measure(options: &Options) -> Result<Results> {
     }
     for table in tables {
         let awake = table.awake.then(host::keep_awake).flatten();
-        let share = host::share(table, options.quick)?;
+        let mut share = Share::new(table, options.quick)?;
         for round in 1..=rounds {
             for contender in turns(table, round) {
                 let turn = format!("round {round} of {rounds}, {}, {}", table.name, contender.name);
                 println!("{turn} ...");
+                if table.on_disk {
+                    share = Share::new(table, options.quick)?;
+                }
                 let told =
                     guest::run(table, contender, share.path(), options.quick).map_err(|e| format!("{turn}: {e}"))?;
                 results.take(table, contender, told);

@@ -17,8 +17,8 @@ pub struct Table {
     /// Keep idle CPUs from halting: wake-ups cost the same for all contenders that send messages, and are most of the
     /// noise. False for tables with contenders that send none, since the wake-ups are part of what these save.
     pub awake: bool,
-    /// The share lies on the host's disk, as in use, and not in memory: what the host's file system tells of changes
-    /// decides what a guest may keep.
+    /// The share is an ext4, as in use, and not a tmpfs: what the host's file system tells of changes decides what a
+    /// guest may keep. Each turn has a new one.
     pub on_disk: bool,
 }
 
