@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""A passed-through file behaves like a local file."""
+"""A passed-through file behaves like a local file: passthrough-files.py [STEP]..."""
 
 import ctypes
 import fcntl
@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 sys.path.insert(0, "/host")
+from rings import Aio, Uring, address, READ, WRITE
 from window import *
 
 SIZE = 3 << 20
@@ -140,6 +141,174 @@ def pages_in_a_pipe():
     equal(os.read(reader, 4096), b"q" * 4096)
     os.close(reader)
     os.close(writer)
+
+
+def growth_past_a_pinned_page():
+    """A file outgrows its slot while a page of it is in a pipe that nobody reads."""
+    path = make("pinned")
+    fd = os.open(path, os.O_RDWR)
+    reader, writer = os.pipe()
+    with mapped(path, SIZE, writable=True) as view:
+        piece = Iovec(address(view), 4096)
+        equal(call("vmsplice", writer, ctypes.byref(piece), 1, 0), 4096)
+    piece = pattern(1 << 20, 2)
+    for at in range(SIZE, 40 << 20, 1 << 20):
+        equal(os.pwrite(fd, piece, at), 1 << 20)
+    equal(os.pread(fd, 1 << 20, 39 << 20), piece)
+
+    def store():
+        with mapped(path, 39 << 20, writable=True) as view:
+            view[20 << 20 : (20 << 20) + 5] = b"store"
+
+    # A store may end its process by SIGBUS.
+    in_child(store)
+    equal(os.pread(fd, 5, 20 << 20), b"store")
+    equal(os.read(reader, 4096), pattern(4096))
+    for descriptor in fd, reader, writer:
+        os.close(descriptor)
+    os.unlink(path)
+
+
+def asynchronous():
+    """io_submit and io_uring: whole transfers, by descriptors with and without O_DIRECT, with memory of any kind."""
+    path, data = make("async"), pattern(SIZE)
+    other, due = make("other", data), bytearray(data)
+    plain = mmap.mmap(-1, SIZE)
+    third = SIZE // 3
+    for flags in 0, os.O_DIRECT:
+        fd = os.open(path, os.O_RDWR | flags)
+        with mapped(other, SIZE, writable=True) as view:
+            for start in Aio, Uring:
+                for memory in plain, view:
+                    at = address(memory)
+                    with start() as engine:
+                        memory[:] = bytes(SIZE)
+                        pieces = [(fd, at + n * third, third, n * third) for n in range(3)]
+                        equal(engine.transfer(READ, *pieces), [third] * 3)
+                        assert memory[:] == due, f"{start.__name__} reads other bytes"
+                        memory[0:4096] = due[0:4096] = os.urandom(4096)
+                        equal(engine.transfer(WRITE, *pieces), [third] * 3)
+                        assert read(path) == due, f"{start.__name__} writes other bytes"
+                        # At the end of the file a read is short.
+                        equal(engine.transfer(READ, (fd, at, 8192, SIZE - 4096), (fd, at, 4096, SIZE)), [4096, 0])
+        os.close(fd)
+    equal(on_host("async"), digest(due))
+
+
+def registered():
+    """Buffers of io_uring that are in a mapping: refused, as on a local file system with DAX, or they work."""
+    path, data = make("registered"), os.urandom(1 << 20)
+    write("/tmp/source", data)
+    source = os.open("/tmp/source", os.O_RDWR)
+    fd = os.open(path, os.O_RDWR)
+    with mapped(path, SIZE, writable=True) as view, Uring() as ring:
+        try:
+            ring.register(address(view), SIZE)
+        except OSError as error:
+            assert error.errno in (errno.EOPNOTSUPP, errno.EFAULT), f"refused with {error}"
+            print(f"registered buffers are refused with {errno.errorcode[error.errno]}", flush=True)
+        else:
+            equal(ring.transfer(READ, (source, address(view), 1 << 20, 0)), [1 << 20])
+            assert view[: 1 << 20] == data == os.pread(fd, 1 << 20, 0)
+    # A buffer elsewhere is always right.
+    memory = mmap.mmap(-1, 1 << 20)
+    with Uring() as ring:
+        ring.register(address(memory), 1 << 20)
+        equal(ring.transfer(READ, (source, address(memory), 1 << 20, 0)), [1 << 20])
+        equal(ring.transfer(WRITE, (fd, address(memory), 1 << 20, 4096)), [1 << 20])
+        assert os.pread(fd, 1 << 20, 4096) == data
+        memory[:] = bytes(1 << 20)
+        equal(ring.transfer(READ, (fd, address(memory), 1 << 20, 4096)), [1 << 20])
+        assert memory[:] == data
+    os.close(fd)
+    os.close(source)
+
+
+def past_what_is_mapped():
+    """Transfers that cross the end of the mapped part, or meet a revocation, are whole."""
+    path, larger = make("crossing"), 12 << 20
+    fd = os.open(path, os.O_RDWR)
+    assert os.pread(fd, SIZE, 0) == pattern(SIZE)
+    host(f"head -c {larger - SIZE} /dev/zero | tr '\\0' h >>crossing")
+    seen("the host's append", lambda: os.fstat(fd).st_size, larger)
+    due = pattern(SIZE) + b"h" * (larger - SIZE)
+    memory = mmap.mmap(-1, larger)
+    for start in Aio, Uring:
+        with start() as engine:
+            memory[:] = bytes(larger)
+            equal(engine.transfer(READ, (fd, address(memory), larger, 0)), [larger])
+            assert memory[:] == due, f"{start.__name__} reads other bytes"
+            # A write that begins in the mapped part and makes the file longer.
+            memory[:] = due
+            equal(engine.transfer(WRITE, (fd, address(memory), larger, 1 << 20)), [larger])
+            equal(os.fstat(fd).st_size, larger + (1 << 20))
+            assert read(path) == due[: 1 << 20] + due, f"{start.__name__} writes other bytes"
+            os.ftruncate(fd, larger)
+            write(path, due, flags=os.O_WRONLY)
+            # The host takes the file away again and again.
+            stop = f"{MEET}/stop"
+            host("(while [ -d ../meet ] && [ ! -e ../meet/stop ]; do fallocate -p -o 8M -l 4k crossing; done; rm ../meet/stop) >/dev/null 2>&1 &")
+            for _ in range(30):
+                equal(engine.transfer(READ, *[(fd, address(memory), 2 << 20, n << 20) for n in range(4)]), [2 << 20] * 4)
+                equal(engine.transfer(WRITE, (fd, address(memory), 4096, 10 << 20)), [4096])
+            write(stop, b"")
+            while os.path.exists(stop):
+                time.sleep(0.01)
+            write(path, due, flags=os.O_WRONLY)
+    os.close(fd)
+    os.unlink(path)
+
+
+def without_waiting():
+    """RWF_NOWAIT reads and writes what is mapped."""
+    path = make("nowait")
+    fd = os.open(path, os.O_RDWR)
+    # Each page is there.
+    os.pread(fd, SIZE, 0)
+    os.pwrite(fd, b"warm", 4096)
+    buffer = bytearray(8192)
+    equal(os.preadv(fd, [buffer], 0, os.RWF_NOWAIT), 8192)
+    assert buffer == pattern(4096) + b"warm" + pattern(8192)[4100:]
+    equal(os.pwritev(fd, [b"now"], 4096, os.RWF_NOWAIT), 3)
+    equal(os.pread(fd, 4, 4096), b"nowm")
+    os.close(fd)
+
+
+def appended():
+    """RWF_APPEND writes to the end that the host knows."""
+    path = make("appended")
+    due = bytearray(pattern(SIZE))
+    fd = os.open(path, os.O_RDWR)
+    os.pread(fd, SIZE, 0)
+    for turn in range(10):
+        equal(os.pwritev(fd, [b"guest %d" % turn], 0, os.RWF_APPEND), 7)
+        host(f"printf 'host {turn}' >>appended")
+        due += b"guest %dhost %d" % (turn, turn)
+    equal(os.pwritev(fd, [b"end"], 0, os.RWF_APPEND), 3)
+    equal(on_host("appended"), digest(due + b"end"))
+    equal(os.fstat(fd).st_size, len(due) + 3)
+    assert read(path) == due + b"end"
+    os.close(fd)
+    # Two processes append at the same time: nothing is overwritten.
+    fd = os.open(path, os.O_RDWR | os.O_TRUNC)
+    os.posix_fallocate(fd, 0, 4096)
+    rounds = 200
+
+    def appends(letter):
+        def append():
+            if turns[0] < rounds:
+                equal(os.pwritev(fd, [letter * 100], 0, os.RWF_APPEND), 100)
+                turns[0] += 1
+
+        turns = [0]
+        return Busy(append, f"appends {letter}")
+
+    with appends(b"a") as one, appends(b"b") as other:
+        while one.rounds() < rounds or other.rounds() < rounds:
+            time.sleep(0.01)
+    got = read(path)[4096:]
+    equal((len(got), got.count(b"a" * 100), got.count(b"b" * 100)), (200 * rounds, rounds, rounds))
+    os.close(fd)
 
 
 def spliced():
@@ -296,6 +465,84 @@ def times():
     os.close(fd)
 
 
+def host_times(name):
+    """mtime and ctime in nanoseconds, as a process of the host sees them."""
+    return tuple(int(time.replace(".", "")) for time in host(f"stat -c '%.9Y %.9Z' {name}").split())
+
+
+def times_and_requests():
+    """What the guest has written in place moves mtime and ctime, whatever request comes next."""
+    path = make("moved")
+    fd = os.open(path, os.O_RDWR)
+
+    def both():
+        found = os.fstat(fd)
+        return found.st_mtime_ns, found.st_ctime_ns
+
+    def moves(what, act):
+        # Both stores: by write(2), and through a mapping.
+        for store in lambda: os.pwrite(fd, b"new", 4096), lambda: view.__setitem__(8192, 1):
+            before = both()
+            # More than a tick of the host's clock.
+            time.sleep(0.02)
+            store()
+            act()
+            after = both()
+            assert after[0] > before[0], f"mtime stays at a store and {what}"
+            assert after[1] > before[1], f"ctime stays at a store and {what}"
+            equal(host_times("moved"), after)
+            view.flush()
+
+    def link():
+        os.link(path, f"{path}-link")
+        os.unlink(f"{path}-link")
+
+    def failing():
+        """Requests that fail."""
+        as_user(1000, 1000, [], lambda: refused(errno.EPERM, os.utime, path, (1, 1)))
+        refused(errno.EFBIG, os.truncate, path, (1 << 63) - 1)
+
+    def reopen():
+        with open(path, "rb") as again:
+            again.read(10)
+
+    with mapped(path, SIZE, writable=True) as view:
+        assert view[:] == pattern(SIZE)
+        moves("fchmod", lambda: os.fchmod(fd, 0o600))
+        moves("fchown", lambda: os.fchown(fd, 1, 1))
+        moves("a read", lambda: os.pread(fd, 100, 0))
+        moves("link", link)
+        moves("open and read", reopen)
+        moves("fsync", lambda: os.fsync(fd))
+        moves("requests that fail", failing)
+        try:
+            os.setxattr(path, "user.name", b"1")
+        except OSError as error:
+            equal(error.errno, errno.EOPNOTSUPP)
+        else:
+            moves("setxattr", lambda: os.setxattr(path, "user.name", b"2"))
+            moves("removexattr", lambda: os.setxattr(path, "user.other", b"") or os.removexattr(path, "user.other"))
+        for store in lambda: os.pwrite(fd, b"new", 4096), lambda: view.__setitem__(8192, 2):
+            before = both()
+            time.sleep(0.02)
+            store()
+            os.utime(path, ns=(10**9, 2 * 10**9))
+            # Nothing brings back the time of the store.
+            for act in (lambda: None, lambda: os.pread(fd, 10, 0), lambda: os.fchmod(fd, 0o644), lambda: os.fsync(fd), view.flush, link):
+                act()
+                equal(both()[0], 2 * 10**9)
+            assert both()[1] > before[1], "ctime stays at utimensat"
+            equal(host_times("moved")[0], 2 * 10**9)
+        # After it the next store counts again, and without a request of the guest the host sees it too.
+        before = both()
+        view[12288] = 3
+        seen_by_host = time.monotonic() + 60
+        while host_times("moved")[0] <= before[0]:
+            assert time.monotonic() < seen_by_host, "the host never sees the time of a store"
+            time.sleep(0.1)
+    os.close(fd)
+
+
 def set_id_bits():
     path = make("setid", b"x" * 8192)
     os.chmod(path, 0o6777)
@@ -404,11 +651,17 @@ def remounted():
 
 mount("meet")
 mount("s")
-steps(
+parts = (
     (read_and_written,),
     (mapped_every_way,),
     (buffers_in_the_window,),
     (pages_in_a_pipe,),
+    (growth_past_a_pinned_page,),
+    (asynchronous,),
+    (registered,),
+    (past_what_is_mapped,),
+    (without_waiting,),
+    (appended,),
     (spliced,),
     (sizes,),
     (as_large_as_the_window,),
@@ -422,6 +675,8 @@ steps(
     (many_files,),
     (remounted,),
     (times,),
+    (times_and_requests,),
 )
+steps(*[part for part in parts if not sys.argv[1:] or part[0].__name__ in sys.argv[1:]])
 umount("s")
 umount("meet")

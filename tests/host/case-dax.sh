@@ -166,21 +166,23 @@ case_dax_large_window() {
     window_case large dax-pressure.py always $(pick '272 0 0 working_set mounted_again' '1024 5000 60')
 }
 
+# volume KIND MIB: mounts a new file system of this kind on $work/KIND. Fails if the host's kernel has none.
+volume() {
+    local mkfs="mkfs.$1 -q"
+    [[ $1 != ext4 ]] || mkfs+=' -m 0'
+    make_share "$1"
+    truncate -s "$2M" "$work/$1.image"
+    $mkfs "$work/$1.image" >/dev/null 2>&1
+    mount -o loop "$work/$1.image" "$work/$1" 2>/dev/null || { note "the host's kernel has no $1" && return 1; }
+}
+
 # Full disks of the host, with file systems that write in place and one that does not.
 case_dax_full_disk() {
-    local name mkfs
+    local name
     window_boot=()
     for name in ext4 xfs btrfs; do
-        make_share "$name"
         # XFS needs 300 MiB.
-        truncate -s 320M "$work/$name.image"
-        mkfs="mkfs.$name -q"
-        [[ $name != ext4 ]] || mkfs+=' -m 0'
-        $mkfs "$work/$name.image" >/dev/null 2>&1
-        if ! mount -o loop "$work/$name.image" "$work/$name" 2>/dev/null; then
-            note "the host's kernel has no $name"
-            continue
-        fi
+        volume "$name" 320 || continue
         window_daemon "$name" "$work/$name"
         window_boot+=(--fs "$name=$work/sockets/$name")
         set -- "$@" "$name"

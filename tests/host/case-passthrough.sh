@@ -20,10 +20,10 @@ case_passthrough_files() {
     window_case files passthrough-files.py
 }
 
-# With a DAX window, whose part of the region comes first.
+# With a DAX window, whose part of the region comes first, and extended attributes.
 case_passthrough_and_dax() {
     passthrough
-    window_options=(--dax-window=128M,required --passthrough-window=128M,required --passthrough-min-size=0)
+    window_options=(--dax-window=128M,required --passthrough-window=128M,required --passthrough-min-size=0 --xattr)
     window_case files passthrough-files.py
 }
 
@@ -119,9 +119,18 @@ case_passthrough_hostile() {
     window_case hostile passthrough-hostile.py
 }
 
+# On ext4, and for stores to mappings on XFS and Btrfs too.
 case_passthrough_programs() {
+    local name
     passthrough
+    for name in xfs btrfs; do
+        # XFS needs 300 MiB.
+        volume "$name" 320 || continue
+        window_daemon "$name" "$work/$name"
+        window_boot+=(--fs "$name=$work/sockets/$name")
+    done
     window_case programs passthrough-programs.py
+    was_passed s
 }
 
 # QEMU and the daemon are killed. All that the guest has synced is on the host.
