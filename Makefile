@@ -10,7 +10,7 @@ SCRIPTS = vm-images/boot vm-images/setup.sh vm-images/build-* vm-images/lib.sh v
 	guest-kernel/build fuzz/run fuzz/rustc tests/dependencies tests/documented examples/qemu tests/sanitized tests/miri \
 	tests/guest/demo-init tests/guest/*.sh tests/host/run-case tests/host/*.sh
 
-.PHONY: all build tree tools kernels images guest-kernel guest-kernel-debug demo unit quick test soak neighbours bench check install \
+.PHONY: all build tree tools guests images guest-kernel guest-kernel-debug demo unit quick test soak neighbours bench check install \
 	clean fuzz fuzz-short asan tsan miri
 
 all: build
@@ -21,8 +21,11 @@ build:
 tree tools:
 	vm-images/setup.sh $@
 
-# With low priority, since make test runs its first tests meanwhile. An error is left to the cases that need the kernel.
-kernels:
+# What the cases need, with low priority, since make test runs its first tests meanwhile. A kernel's error is left to the cases that
+# need the kernel.
+guests:
+	nice -n 19 vm-images/setup.sh tools tree
+	nice -n 19 $(MAKE) build
 	-nice -n 19 vm-images/setup.sh uml-smp guest-kernel old-kernel
 
 # Everything that guests need: about 20 minutes with an empty cache.
@@ -53,13 +56,12 @@ quick:
 	$(MAKE) fuzz-short
 	$(MAKE) miri
 
-# Kernels compile beside the tests that need no guest.
+# What guests need is built beside the tests without a guest: one of the two CPUs would often be idle otherwise.
 test:
 	@echo 'make test: about 30 minutes on two CPUs. Unit tests take 4, fuzz targets and Miri 5, $(words $(shell tests/run --list)) cases in guests 20.'
 	@missing=$$(vm-images/setup.sh --missing); [ -z "$$missing" ] || echo "make test: more with an empty cache. Still to build: $$missing"
-	vm-images/setup.sh packages tools tree
-	$(MAKE) -j quick kernels
-	$(MAKE) build
+	vm-images/setup.sh test-packages
+	$(MAKE) -j quick guests
 	tests/run
 
 soak:

@@ -7,6 +7,7 @@ usage() {
     cat >&2 <<'END'
 usage: setup.sh [--missing] [PART]...
   packages      host packages for the demo (packages/host.list)
+  test-packages these and those of the tests (packages/test.list)
   tree          the Debian tree that guests boot from
   tools         the test suites and virtiofsd
   uml-smp       User-Mode Linux for several CPUs
@@ -40,7 +41,7 @@ fi
 parts=("$@")
 ((${#parts[@]})) || parts=("${all[@]}")
 for part in "${parts[@]}"; do
-    [[ " packages ${all[*]} " == *" $part "* ]] || usage
+    [[ " packages test-packages ${all[*]} " == *" $part "* ]] || usage
 done
 
 if [[ $missing ]]; then
@@ -92,7 +93,7 @@ exec 8>&-
 
 for part in "${parts[@]}"; do
     case $part in
-        packages) ;;
+        packages | test-packages) ;;
         guest-kernel) "$guest_kernel/build" ;;
         *) "$here/build-$part" ;;
     esac
