@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""What the host and another guest do to the share reaches the guest's inotify(7) and fanotify(7), once each: inotify.py a|b. Guest b
-changes and watches at the same time."""
+"""What the host and another guest do to the share reaches the guest's inotify(7) and fanotify(7), once each: inotify.py a|b NUMBER. Guest
+b changes and watches at the same time. NUMBER files are changed by each, in hundreds."""
 
 import ctypes
 import os
@@ -96,10 +96,10 @@ def a_file_itself():
 
 
 def many():
-    """Each of 10,000 creations once, in steps that no queue overflows with."""
+    """Each creation once, in steps that no queue overflows with."""
     watch = Watch()
     watch.add("many", CREATE | DELETE)
-    for start in range(0, 10000, 1000):
+    for start in range(0, 10 * files, 1000):
         host(f"for ((i = {start}; i < {start + 1000}; i++)); do : >many/$i; done")
         seen = []
         while len(seen) < 1000:
@@ -108,11 +108,11 @@ def many():
 
 
 def mixed(start, changing, others):
-    """Each of 11,000 changes once. `changing` makes those of some numbers. `others`: another guest makes them."""
+    """Each of the 11 changes of a file once. `changing` makes those of some numbers. `others`: another guest makes them."""
     watch = Watch()
     watch.add("old")
     watch.add("new")
-    for begin in range(start, start + 1000, 100):
+    for begin in range(start, start + files, 100):
         end = begin + 100
         changing(begin, end)
         seen, cookies = Counter(), {}
@@ -173,7 +173,7 @@ def tail():
     process.kill()
 
 
-role = sys.argv[1]
+role, files = sys.argv[1], int(sys.argv[2])
 # Bound by name: ctypes knows no types of them.
 libc.inotify_add_watch.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_uint32]
 mount("s")

@@ -1,5 +1,6 @@
 #!/usr/bin/python3
-"""What a guest with leases keeps, how many messages that takes, and how it ends: leases.py."""
+"""What a guest with leases keeps, how many messages that takes, and how it ends: leases.py DIRECTORIES FILES, the size of the
+tree."""
 
 import os
 import random
@@ -60,7 +61,8 @@ def walk(top):
 
 def no_message():
     """A tree that was read once is read again without a message."""
-    host("mkdir tree && cd tree && for d in $(seq 50); do mkdir $d; for f in $(seq 100); do echo $d $f >$d/$f; done; done")
+    many, files = sys.argv[1:]
+    host(f"mkdir tree && cd tree && for d in $(seq {many}); do mkdir $d; for f in $(seq {files}); do echo $d $f >$d/$f; done; done")
     walk(f"{S}/tree")
     settled(lambda: walk(f"{S}/tree"))
     equal(read(f"{S}/tree/7/9"), b"7 9\n")

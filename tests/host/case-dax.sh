@@ -212,7 +212,7 @@ case_dax_two_guests() {
     logs_are_clean "$work/daemons.logs"
 }
 
-case_dax_host_changes() { window_case host dax-host.py always "$(pick 20 500)"; }
+case_dax_host_changes() { window_case host dax-host.py always "$(pick 10 500)"; }
 case_dax_programs() { window_case programs dax-programs.py always; }
 case_dax_programs_inode() {
     window_arguments=(--dax-min-size=1)
@@ -256,7 +256,7 @@ read_by_two() {
 own_of_guests() { for role in a b; do memory_of "$(<"$work/$1-$role.pid")"; done | awk '{ sum += $1 } END { print sum }'; }
 
 # Two guests that read a file share one copy, the host's. Without DAX each guest has its own.
-alone_dax_memory() {
+case_dax_memory() {
     local size grown
     size=$(pick 256 1024)
     make_share share
@@ -326,7 +326,7 @@ case_dax_killed_guest() {
     make_share share
     truncate -s 32M "$work/share/file"
     window_daemon s "$work/share" --keep-alive
-    for round in 1 2 3; do
+    for round in 1 2; do
         mapped_guest "round-$round"
         number=$(window_mount "round-$round")
         kill -KILL -- "-$(<"$work/round-$round.pid")"

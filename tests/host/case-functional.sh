@@ -4,6 +4,8 @@
 # Options that allow every test.
 everything=(--posix-acl --allow-direct-io --killpriv-v2 --posix-lock --flock)
 functional_boot=()
+# The suite's tests to run; all if there are none.
+functional_tests=()
 
 # functional KIND DAEMON-ARGUMENT...: runs the suite and compares checksums on the host.
 functional() {
@@ -11,7 +13,7 @@ functional() {
     shift
     make_share share
     guest functional --kind "$kind" "${functional_boot[@]}" --share "s=$work/share" --daemon-args "${everything[*]} $*" \
-        "$guest_dir/functional.py" /mnt/s
+        "$guest_dir/functional.py" /mnt/s "${functional_tests[@]}"
     (cd "$work/share/kept" && sha256sum --quiet -c SHA256SUMS) || fail "the host sees other contents"
 }
 

@@ -9,8 +9,9 @@ leases_case() {
     mkdir -p "$work/sockets"
     start_daemon s "$work/share" --metrics-path "$work/sockets/s.metrics" --cache=auto --inode-file-handles=prefer
     start_daemon meet "$work/meet" --cache=never
+    # shellcheck disable=SC2046  # a list
     "$boot" --log-dir "$work/leases.logs" --ro-dir "$guest_dir" --timeout 600 --no-mount "$@" \
-        --fs "s=$work/sockets/s" --fs "meet=$work/sockets/meet" "$guest_dir/leases.py" &
+        --fs "s=$work/sockets/s" --fs "meet=$work/sockets/meet" "$guest_dir/leases.py" $(pick '20 50' '50 100') &
     guest=$!
     answer_guest leases "$guest"
     # Not $!, which is the last command that the host has run.

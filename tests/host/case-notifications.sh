@@ -17,7 +17,7 @@ case_notifications_qemu() {
     notifications_case --kind qemu --dax "${window_boot[@]}"
 }
 
-# inotify_case SCRIPT GUESTS BOOT-ARGUMENT...: boots guests on one directory, each with its own daemon. Guest a has the host change it.
+# inotify_case SCRIPT GUESTS BOOT-ARGUMENT...: with $files changed files, boots guests on one directory, each with its own daemon. Guest a has the host change it.
 inotify_case() {
     local script=$1 guests=$2 role pids=()
     shift 2
@@ -31,7 +31,7 @@ inotify_case() {
         start_daemon "meet@$role" "$work/meet" --cache=never
         # 600 s: the emulated guest takes a minute or two.
         "$boot" --log-dir "$work/$role.logs" --ro-dir "$guest_dir" --timeout 600 --no-mount "$@" \
-            --fs "s=$work/sockets/s@$role" --fs "meet=$work/sockets/meet@$role" "$guest_dir/$script" "$role" &
+            --fs "s=$work/sockets/s@$role" --fs "meet=$work/sockets/meet@$role" "$guest_dir/$script" "$role" "$files" &
         pids+=($!)
     done
     answer_guest a "${pids[0]}"
@@ -43,17 +43,22 @@ inotify_case() {
 
 case_inotify_uml() {
     "$root/vm-images/setup.sh" uml-smp
+    local files=1000
     inotify_case inotify.py "a b" --kind uml-smp
 }
 
 case_inotify_qemu() {
     passthrough
+    local files
+    # Emulation makes it slow.
+    files=$(pick 200 1000)
     inotify_case inotify.py "a b" --kind qemu --dax "${window_boot[@]}"
 }
 
 # Programs that people use to watch files.
 case_inotify_programs() {
     "$root/vm-images/setup.sh" uml-smp
+    local files=0
     # Node needs more memory than other guests have.
     inotify_case watchers.py a --kind uml-smp --mem 1024
 }
