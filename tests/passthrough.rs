@@ -115,6 +115,7 @@ struct Entry {
     nodeid: u64,
     change: u64,
     generation: u32,
+    lost: u32,
 }
 
 struct Guest {
@@ -224,9 +225,9 @@ impl Guest {
     fn entry(&self, index: u32) -> Entry {
         let at = 64 * index as usize;
         let word = |n: usize| self.table.get::<u64>(at + 8 * n);
-        let (flags, generation) = (self.table.get(at + 4), self.table.get(at + 48));
+        let (flags, generation, lost) = (self.table.get(at + 4), self.table.get(at + 48), self.table.get(at + 52));
         let (offset, length, size, nodeid, change) = (word(1), word(2), word(3), word(4), word(5));
-        Entry { flags, offset, length, size, nodeid, change, generation }
+        Entry { flags, offset, length, size, nodeid, change, generation, lost }
     }
 
     fn revocations(&self) -> u32 {
@@ -234,7 +235,7 @@ impl Guest {
     }
 
     fn acknowledge(&self, index: u32) {
-        self.table.put(ACKS + 4 * index as usize, self.entry(index).generation);
+        self.table.put(ACKS + 16 * index as usize, self.entry(index).generation);
     }
 
     /// Waits for a revocation, acknowledges it, and waits until the entry is live again.
@@ -279,7 +280,7 @@ fn a_file_is_mapped_once_and_whole() {
     let (nodeid, size) = (node, 5_000_000_u64);
     let length = (2 * size).next_multiple_of(RANGE);
     let offset = entry.offset;
-    let live = Entry { flags: VALID | WRITABLE, offset, length, size, nodeid, change: 0, generation: 1 };
+    let live = Entry { flags: VALID | WRITABLE, offset, length, size, nodeid, change: 0, generation: 1, lost: 0 };
     assert_eq!((entry, offset % RANGE), (live, 0));
     let slot = guest.slot(index);
     assert_eq!([0, 4_999_999, 5_000_000].map(|at| slot.get::<u8>(at)), [b'r', b'r', 0]);
@@ -494,7 +495,7 @@ fn the_host_waits_for_the_acknowledgement() {
     assert!(host.wait().unwrap().success());
     assert!(start.elapsed() < SOON / 2, "{:?}", start.elapsed());
     let gone = guest.entry(index);
-    assert_eq!((gone.flags, gone.offset, gone.length, guest.slots()), (REVOKED, 0, 0, 0));
+    assert_eq!((gone.flags, gone.offset, gone.length, guest.slots(), gone.lost), (REVOKED, 0, 0, 0, 0));
     // Later opens have the same entry, revoked or not.
     assert_eq!(guest.open(node, libc::O_RDONLY).1, Some(index));
     assert_eq!((file.metadata().unwrap().len(), guest.getattr(node).size), (100, 100));
@@ -527,7 +528,9 @@ fn without_acknowledgement_there_is_a_cached_proxy_file() {
     assert!(guest.host_truncates("file", 100).wait().unwrap().success());
     let took = start.elapsed();
     assert!(took > SOON && took < 2 * SOON, "{took:?}");
-    assert_eq!((guest.entry(index).flags, guest.entry(index).length), (REVOKED, 0));
+    // It may have stored something.
+    let gone = guest.entry(index);
+    assert_eq!((gone.flags, gone.length, gone.lost), (REVOKED, 0, 1));
     // A late access finds memory, and only of that file.
     wait_until("replaced", || guest.slots() == 1);
     let proxy_file = Memory::new(&guest.regions.mapped_in(1)[&before.offset]);
@@ -538,7 +541,8 @@ fn without_acknowledgement_there_is_a_cached_proxy_file() {
     assert_eq!(guest.getattr(node).size, 100);
     guest.acknowledge(index);
     wait_until("mapped again", || guest.entry(index).flags & VALID != 0);
-    assert_eq!((guest.slots(), guest.entry(index).generation), (1, before.generation + 1));
+    let live = guest.entry(index);
+    assert_eq!((guest.slots(), live.generation, live.lost), (1, before.generation + 1, 1));
     guest.release(node, fh);
 }
 

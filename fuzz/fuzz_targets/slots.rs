@@ -22,7 +22,7 @@ const NODES: u64 = 6;
 const SLOTS: usize = 4;
 const DAX: u64 = 4 * RANGE;
 const PASSTHROUGH: u64 = 12 * RANGE;
-/// Offset of the acknowledgements in the table.
+/// Offset of the guest's words in the table, of which an acknowledgement is the first.
 const ACKS: usize = 4096 * 64;
 const LEN: usize = 2 << 20;
 /// The entries that the daemon uses first.
@@ -156,7 +156,7 @@ impl Kept {
 
     fn acknowledge(&self, index: u32, generation: u32) {
         // SAFETY: the address is within the mapping and aligned.
-        unsafe { self.table.add(ACKS + 4 * index as usize).cast::<u32>().write_volatile(generation.to_le()) }
+        unsafe { self.table.add(ACKS + 16 * index as usize).cast::<u32>().write_volatile(generation.to_le()) }
     }
 
     fn source(&self, node: u64) -> Arc<dyn Source> {

@@ -23,10 +23,17 @@ const STATES: [(EntryState, u32); 6] = [
     (EntryState::Gone, 4),
 ];
 
-const CHANGES: [Change; 5] = [Change::Map, Change::AllowStores, Change::Revoke, Change::Withdraw, Change::Release];
+const CHANGES: [Change; 6] =
+    [Change::Map, Change::AllowStores, Change::Revoke, Change::Withdraw, Change::Seize, Change::Release];
 
 /// Whether the guest may see `after` in place of `before`. A live slot is never removed or moved without a revocation.
 fn is_legal(before: Entry, after: Entry) -> bool {
+    // Only what the guest could store to is ever lost, when a slot is taken away.
+    let seized = before.state == EntryState::Revoking { writable: true } && after.state == EntryState::Gone;
+    let lost = after.lost.wrapping_sub(before.lost);
+    if lost > 1 || lost == 1 && !seized {
+        return false;
+    }
     let same_slot = (before.offset, before.length, before.generation) == (after.offset, after.length, after.generation);
     match (before.state, after.state) {
         (EntryState::Live { writable }, EntryState::Live { writable: now }) => same_slot && now >= writable,
@@ -88,6 +95,7 @@ impl Kept {
             nodeid: self.long(at + 32),
             change: self.long(at + 40),
             generation: self.word(at + 48),
+            lost: self.word(at + 52),
         }
     }
 
@@ -125,7 +133,7 @@ fuzz_target!(|bytes: &[u8]| {
             match what & 15 {
                 // The guest writes anything.
                 0..=2 => {
-                    let at = [index as usize * 64, ACKS + 4 * index as usize, 24][usize::from(what & 3)];
+                    let at = [index as usize * 64, ACKS + 16 * index as usize, 24][usize::from(what & 3)];
                     let value = input.u32();
                     kept.put(at + if what & 3 == 0 { usize::from(input.u8() % 16) * 4 } else { 0 }, value);
                     match what & 3 {
@@ -141,7 +149,7 @@ fuzz_target!(|bytes: &[u8]| {
                         *entry = Entry::default();
                         assert_eq!(kept.table.entry(n as u32), *entry);
                     }
-                    assert_eq!((kept.word(24), kept.word(8), kept.word(20)), (0, 1, ACKS as u32));
+                    assert_eq!((kept.word(24), kept.word(8), kept.word(20)), (0, 2, ACKS as u32));
                 }
                 4 => {
                     let slot = (input.number(), input.number());
@@ -159,7 +167,7 @@ fuzz_target!(|bytes: &[u8]| {
                 8 => kept.update(index, Line::count_change),
                 n => {
                     let before = kept.model[index as usize].0;
-                    let done = kept.update(index, |line| line.step(CHANGES[usize::from(n) % 5]));
+                    let done = kept.update(index, |line| line.step(CHANGES[usize::from(n) % 6]));
                     assert!(done.is_ok() || kept.model[index as usize].0 == before, "a refused change took effect");
                 }
             }
@@ -172,7 +180,7 @@ fuzz_target!(|bytes: &[u8]| {
                 line.count_change();
                 line.slot = None;
             });
-            kept.put(ACKS + 4 * index as usize, 0);
+            kept.put(ACKS + 16 * index as usize, 0);
         }
         kept.put(24, kept.revocations);
     });

@@ -140,8 +140,8 @@ bitflags::bitflags! {
         const LEASES = 1 << 61;
         /// Remote file events (docs/protocol.md). Not Linux's.
         const FSNOTIFY = 1 << 60;
-        /// Window passthrough (docs/protocol.md). Not Linux's.
-        const PASSTHROUGH_SHM = 1 << 62;
+        /// Window passthrough, version 2 (docs/protocol.md). Not Linux's. Bit 62 was version 1.
+        const PASSTHROUGH_SHM = 1 << 59;
     }
 
     /// Which fields SETATTR sets (FATTR_*).

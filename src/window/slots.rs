@@ -326,15 +326,16 @@ impl Slots {
     /// The guest no longer uses the slot: takes the file out, and makes the entry gone.
     fn gone(&mut self, index: u32) {
         let held = self.empty(index);
-        self.set_gone(index);
+        self.set_gone(index, Change::Withdraw);
         drop(held);
     }
 
-    fn set_gone(&mut self, index: u32) {
+    /// `change`: Withdraw or Seize.
+    fn set_gone(&mut self, index: u32, change: Change) {
         if let Some(slot) = self.known.get_mut(&index) {
             slot.not_before = Some(Instant::now() + LATER);
         }
-        let done = self.pass.table.update(index, |line| line.step(Change::Withdraw));
+        let done = self.pass.table.update(index, |line| line.step(change));
         debug_assert!(done.is_ok(), "a live entry loses its slot");
     }
 
@@ -412,7 +413,7 @@ impl Slots {
         tracing::warn!(node, "the guest did not let go of a file in time: what it still stores in place may be lost");
         let (at, len) = (held.at, held.len);
         self.shared.unmap(&held.mapping());
-        self.set_gone(index);
+        self.set_gone(index, Change::Seize);
         drop(held);
         let id = self.shared.next_id();
         let open = || self.files.open(id, Kind::Cached, source.open(true)?.as_fd());

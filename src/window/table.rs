@@ -9,6 +9,7 @@ use std::sync::{Arc, OnceLock};
 use parking_lot::Mutex;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::io::Errno;
+use rustix::param::page_size;
 use vm_memory::mmap::MmapRegion;
 use vm_memory::{AtomicAccess, Bytes, FileOffset, VolatileMemory};
 
@@ -24,15 +25,26 @@ pub const ENTRIES: u32 = 4096;
 /// Bytes of the header and of each entry.
 const ENTRY_SIZE: u32 = 64;
 
-/// Where the guest's acknowledgements begin.
-const ACK_OFFSET: u32 = ENTRIES * ENTRY_SIZE;
+/// Where the guest's words begin, one group for each entry.
+const GUEST_OFFSET: u32 = ENTRIES * ENTRY_SIZE;
+
+/// Bytes of each group.
+const GUEST_SIZE: u32 = 16;
+
+/// Offsets in a group: the last generation that the guest has let go of, whether it has stored to the slot, and whether
+/// it has used it.
+const ACK: u32 = 0;
+const STORED: u32 = 4;
+const USED: u32 = 8;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"FUSE_WIN");
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// Offsets in the header.
-const HEADER: [(usize, u32); 4] = [(8, VERSION), (12, ENTRY_SIZE), (16, ENTRIES), (20, ACK_OFFSET)];
+const HEADER: [(usize, u32); 4] = [(8, VERSION), (12, ENTRY_SIZE), (16, ENTRIES), (20, GUEST_OFFSET)];
 const REVOCATIONS: usize = 24;
+/// The host's page size in bytes: the last page of a file ends there, so that a guest with larger pages cannot use it.
+const PAGE_SIZE: usize = 28;
 
 /// Flags of an entry, as the guest reads them. Nothing but this file uses them; the daemon thinks in [`EntryState`].
 const VALID: u32 = 1;
@@ -62,9 +74,10 @@ pub enum Change {
     AllowStores,
     /// Live → Revoking: the guest must let go.
     Revoke,
-    /// Free, Revoking or Gone → Gone: the slot is lost. The guest has let go of it, had too much time, or never knew of
-    /// it.
+    /// Free, Revoking or Gone → Gone: the slot is lost. The guest has let go of it, or never knew of it.
     Withdraw,
+    /// Revoking → Gone: the guest had too much time. If it could store, `lost` says that stores may be lost.
+    Seize,
     /// Any → Free: the last open is released, or the session is over.
     Release,
 }
@@ -76,11 +89,13 @@ impl EntryState {
             (Change::Map, Self::Free | Self::Revoking { .. } | Self::Gone) => Some(Self::Live { writable: false }),
             (Change::AllowStores, Self::Live { .. }) => Some(Self::Live { writable: true }),
             (Change::Revoke, Self::Live { writable }) => Some(Self::Revoking { writable }),
-            (Change::Withdraw, Self::Free | Self::Revoking { .. } | Self::Gone) => Some(Self::Gone),
+            (Change::Withdraw, Self::Free | Self::Revoking { .. } | Self::Gone)
+            | (Change::Seize, Self::Revoking { .. }) => Some(Self::Gone),
             (Change::Release, _) => Some(Self::Free),
             // A live entry is revoked before anything else happens to its slot. What is not live cannot be revoked.
-            (Change::Map | Change::Withdraw, Self::Live { .. })
-            | (Change::AllowStores | Change::Revoke, Self::Free | Self::Revoking { .. } | Self::Gone) => None,
+            (Change::Map | Change::Withdraw | Change::Seize, Self::Live { .. })
+            | (Change::AllowStores | Change::Revoke, Self::Free | Self::Revoking { .. } | Self::Gone)
+            | (Change::Seize, Self::Free | Self::Gone) => None,
         }
     }
 
@@ -133,6 +148,8 @@ pub struct Entry {
     pub nodeid: u64,
     pub change: u64,
     pub generation: u32,
+    /// How often a slot that the guest could store to was taken away before it had let go.
+    pub lost: u32,
 }
 
 /// An entry, and what only the daemon knows of it.
@@ -174,7 +191,9 @@ impl Line {
                 (self.entry.offset, self.entry.length) = self.slot.ok_or(Errno::AGAIN)?;
                 self.entry.generation = self.entry.generation.wrapping_add(1).max(1);
             }
-            Change::Withdraw => {
+            Change::Withdraw | Change::Seize => {
+                let stores = change == Change::Seize && self.state() == (EntryState::Revoking { writable: true });
+                self.entry.lost = self.entry.lost.wrapping_add(stores.into());
                 self.slot = None;
                 (self.entry.offset, self.entry.length) = (0, 0);
             }
@@ -200,7 +219,7 @@ impl Line {
     }
 }
 
-/// The guest may write to the memory, so the daemon reads nothing but the acknowledgements from it.
+/// The guest may write to the memory, so the daemon reads nothing but the guest's own words from it.
 ///
 /// Lock rule: one line at a time, as the last lock, and no call to the frontend or to the [`Sink`] while it is held. A
 /// thread stats the line's file under the lock, so that the last one to look writes last.
@@ -241,9 +260,9 @@ impl Table {
         self.put(REVOCATIONS, 0u32, Ordering::Relaxed);
         for index in 1..ENTRIES {
             self.update(index, |line| *line = Line { seq: line.seq, ..Line::default() });
-            self.put(ack_at(index), 0u32, Ordering::Relaxed);
+            [ACK, STORED, USED].iter().for_each(|word| self.put(guest_at(index, *word), 0u32, Ordering::Relaxed));
         }
-        for (at, value) in HEADER {
+        for (at, value) in HEADER.into_iter().chain([(PAGE_SIZE, page_size() as u32)]) {
             self.put(at, value.to_le(), Ordering::Relaxed);
         }
         self.put(0, MAGIC.to_le(), Ordering::Release);
@@ -277,7 +296,7 @@ impl Table {
 
     /// The last generation that the guest has let go of, as it says.
     pub fn acknowledged(&self, index: u32) -> u32 {
-        let ack: Result<u32, _> = self.memory.as_volatile_slice().load(ack_at(index), Ordering::Acquire);
+        let ack: Result<u32, _> = self.memory.as_volatile_slice().load(guest_at(index, ACK), Ordering::Acquire);
         ack.map_or(0, u32::from_le)
     }
 
@@ -320,15 +339,17 @@ fn write(at: usize, to: &impl Words, line: &mut Line) {
         to.put64(at, word, Ordering::Relaxed);
     }
     to.put32(at + 48, entry.generation, Ordering::Relaxed);
+    to.put32(at + 52, entry.lost, Ordering::Relaxed);
     line.seq = line.seq.wrapping_add(2);
     to.put32(at, line.seq, Ordering::Release);
 }
 
-fn ack_at(index: u32) -> usize {
-    (ACK_OFFSET + 4 * index) as usize
+/// Where one of the guest's words of an entry is.
+fn guest_at(index: u32, word: u32) -> usize {
+    (GUEST_OFFSET + GUEST_SIZE * (index % ENTRIES) + word) as usize
 }
 
-const _: () = assert!(ACK_OFFSET as u64 + 4 * ENTRIES as u64 <= LEN && ENTRIES <= 65536);
+const _: () = assert!(GUEST_OFFSET as u64 + (GUEST_SIZE * ENTRIES) as u64 <= LEN && ENTRIES <= 65536);
 
 #[cfg(test)]
 mod tests {
@@ -350,7 +371,8 @@ mod tests {
         EntryState::Gone,
     ];
 
-    const CHANGES: [Change; 5] = [Change::Map, Change::AllowStores, Change::Revoke, Change::Withdraw, Change::Release];
+    const CHANGES: [Change; 6] =
+        [Change::Map, Change::AllowStores, Change::Revoke, Change::Withdraw, Change::Seize, Change::Release];
 
     fn state(flags: u32) -> EntryState {
         STATES.into_iter().find(|state| state.flags() == flags).unwrap()
@@ -358,7 +380,7 @@ mod tests {
 
     /// A line with a slot, in a state.
     fn line_in(state: EntryState) -> Line {
-        let entry = Entry { state, offset: 64, length: 32, size: 9, nodeid: 8, change: 7, generation: 6 };
+        let entry = Entry { state, offset: 64, length: 32, size: 9, nodeid: 8, change: 7, generation: 6, lost: 5 };
         Line { entry, slot: Some((128, 16)), ..Line::default() }
     }
 
@@ -367,17 +389,17 @@ mod tests {
         assert_eq!(STATES.map(EntryState::flags), [0, 1, 3, 5, 7, 4]);
     }
 
-    /// All 30 pairs of a state and a change. `None`: the change is refused.
+    /// All 36 pairs of a state and a change. `None`: the change is refused.
     #[test]
     fn each_state_allows_its_changes_and_no_others() {
         let [free, live, writable, revoking, revoking_writable, gone] = STATES;
         let legal = [
-            (free, [Some(live), None, None, Some(gone), Some(free)]),
-            (live, [None, Some(writable), Some(revoking), None, Some(free)]),
-            (writable, [None, Some(writable), Some(revoking_writable), None, Some(free)]),
-            (revoking, [Some(live), None, None, Some(gone), Some(free)]),
-            (revoking_writable, [Some(live), None, None, Some(gone), Some(free)]),
-            (gone, [Some(live), None, None, Some(gone), Some(free)]),
+            (free, [Some(live), None, None, Some(gone), None, Some(free)]),
+            (live, [None, Some(writable), Some(revoking), None, None, Some(free)]),
+            (writable, [None, Some(writable), Some(revoking_writable), None, None, Some(free)]),
+            (revoking, [Some(live), None, None, Some(gone), Some(gone), Some(free)]),
+            (revoking_writable, [Some(live), None, None, Some(gone), Some(gone), Some(free)]),
+            (gone, [Some(live), None, None, Some(gone), None, Some(free)]),
         ];
         for (before, afters) in legal {
             for (change, after) in CHANGES.into_iter().zip(afters) {
@@ -415,6 +437,23 @@ mod tests {
         line.entry.generation = u32::MAX;
         line.step(Change::Map).unwrap();
         assert_eq!(line.entry().generation, 1);
+    }
+
+    #[test]
+    fn only_a_writable_slot_that_is_seized_counts_as_lost() {
+        for (state, change, lost) in [
+            (EntryState::Revoking { writable: true }, Change::Seize, 6),
+            (EntryState::Revoking { writable: false }, Change::Seize, 5),
+            (EntryState::Revoking { writable: true }, Change::Withdraw, 5),
+        ] {
+            let mut line = line_in(state);
+            line.step(change).unwrap();
+            assert_eq!((line.entry().lost, line.slot), (lost, None), "{state:?} {change:?}");
+        }
+        let mut line = line_in(EntryState::Revoking { writable: true });
+        line.entry.lost = u32::MAX;
+        line.step(Change::Seize).unwrap();
+        assert_eq!(line.entry().lost, 0);
     }
 
     #[test]
@@ -500,6 +539,7 @@ mod tests {
                 nodeid: word(4),
                 change: word(5),
                 generation: get(table, at + 48, Ordering::Relaxed),
+                lost: get(table, at + 52, Ordering::Relaxed),
             };
             fence(Ordering::Acquire);
             if seq % 2 == 0 && get::<u32>(table, at, Ordering::Relaxed) == seq {
@@ -514,9 +554,9 @@ mod tests {
         let mut header = [0; 64];
         table.memory.as_volatile_slice().read_slice(&mut header, 0).unwrap();
         assert_eq!(&header[..8], b"FUSE_WIN");
-        let words: Vec<u32> = header[8..28].chunks(4).map(|w| u32::from_le_bytes(w.try_into().unwrap())).collect();
-        assert_eq!(words, [1, 64, 4096, 4096 * 64, 0]);
-        assert!(header[28..].iter().all(|b| *b == 0));
+        let words: Vec<u32> = header[8..32].chunks(4).map(|w| u32::from_le_bytes(w.try_into().unwrap())).collect();
+        assert_eq!(words, [2, 64, 4096, 4096 * 64, 0, page_size() as u32]);
+        assert!(header[32..].iter().all(|b| *b == 0));
     }
 
     #[test]
@@ -530,7 +570,7 @@ mod tests {
                         for _ in 0..100_000 {
                             table.update(5, |line| {
                                 let n = line.entry.size + 1;
-                                line.entry.generation = n as u32;
+                                (line.entry.generation, line.entry.lost) = (n as u32, n as u32);
                                 (line.entry.offset, line.entry.length) = (n, n);
                                 (line.entry.size, line.entry.nodeid, line.entry.change) = (n, n, n);
                             });
@@ -542,7 +582,8 @@ mod tests {
             while writers.iter().any(|w| !w.is_finished()) {
                 let e = read(table, 5);
                 let n = e.size;
-                assert_eq!((e.offset, e.length, e.nodeid, e.change, e.generation), (n, n, n, n, n as u32));
+                assert_eq!((e.offset, e.length, e.nodeid, e.change), (n, n, n, n));
+                assert_eq!((e.generation, e.lost), (n as u32, n as u32));
                 assert!(n >= last);
                 last = n;
             }
@@ -557,13 +598,13 @@ mod tests {
     fn what_the_guest_writes_is_overwritten_and_never_read() {
         let table = Table::new().unwrap();
         table.update(1, |line| line.entry.size = 7);
-        for at in (0..ACK_OFFSET as usize).step_by(8) {
+        for at in (0..GUEST_OFFSET as usize).step_by(8) {
             table.put(at, u64::MAX, Ordering::Relaxed);
         }
         assert_eq!(table.entry(1).size, 7);
         table.update(1, |line| line.entry.state = EntryState::Revoking { writable: false });
         assert_eq!((read(&table, 1), get::<u32>(&table, REVOCATIONS, Ordering::Relaxed)), (table.entry(1), 1));
-        table.put(ack_at(1), 9u32.to_le(), Ordering::Relaxed);
+        table.put(guest_at(1, ACK), 9u32.to_le(), Ordering::Relaxed);
         assert_eq!((table.acknowledged(1), table.acknowledged(2)), (9, 0));
         table.clear();
         assert_eq!((read(&table, 1), table.acknowledged(1)), (Entry::default(), 0));
@@ -626,7 +667,8 @@ mod orders {
 
     fn line(n: u32, state: EntryState) -> Line {
         let n64 = n.into();
-        let entry = Entry { state, offset: n64, length: n64, size: n64, nodeid: n64, change: n64, generation: n };
+        let entry =
+            Entry { state, offset: n64, length: n64, size: n64, nodeid: n64, change: n64, generation: n, lost: n };
         Line { entry, ..Line::default() }
     }
 
