@@ -5,14 +5,14 @@
 
 mod processes;
 
-use std::fs::{self, File, OpenOptions};
-use std::os::unix::fs::FileExt;
+use std::fs::{self, File, FileTimes, OpenOptions};
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::process::{Child, ExitCode};
 use std::sync::Arc;
 use std::thread::{sleep, spawn};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use processes::{run_all, skip, this};
 use rustix::fs::{Mode, OFlags};
@@ -33,6 +33,7 @@ const TESTS: &[(&str, fn())] = &[
     ("a_file_is_mapped_once_and_whole", a_file_is_mapped_once_and_whole),
     ("sizes_follow_the_guests_changes", sizes_follow_the_guests_changes),
     ("sizes_follow_the_hosts_changes", sizes_follow_the_hosts_changes),
+    ("times_follow_what_the_guest_stores", times_follow_what_the_guest_stores),
     ("holes_are_not_written_in_place", holes_are_not_written_in_place),
     ("what_is_not_worth_it_stays_with_messages", what_is_not_worth_it_stays_with_messages),
     ("slots_are_few_and_evicted", slots_are_few_and_evicted),
@@ -52,6 +53,7 @@ const SOON: Duration = Duration::from_secs(1);
 const VALID: u32 = 1;
 const WRITABLE: u32 = 2;
 const REVOKED: u32 = 4;
+/// Where the guest's words of all entries begin: 16 bytes for each entry, of which an acknowledgement is the first.
 const ACKS: usize = 64 * 4096;
 
 fn main() -> ExitCode {
@@ -238,6 +240,11 @@ impl Guest {
         self.table.put(ACKS + 16 * index as usize, self.entry(index).generation);
     }
 
+    /// Says that the guest has stored to a slot.
+    fn stored(&self, index: u32) {
+        self.table.put(ACKS + 16 * index as usize + 4, 1u32);
+    }
+
     /// Waits for a revocation, acknowledges it, and waits until the entry is live again.
     fn let_go(&self, index: u32) -> Entry {
         wait_until("revoked", || self.entry(index).flags & REVOKED != 0);
@@ -352,6 +359,100 @@ fn sizes_follow_the_hosts_changes() {
     assert_eq!((guest.entry(index).size, guest.entry(index).change), (5004, 1));
     guest.getattr(node);
     assert_eq!(guest.entry(index).change, 1);
+}
+
+fn times_follow_what_the_guest_stores() {
+    let guest = Guest::new();
+    let file = guest.file("file", 5000);
+    let node = guest.lookup("file");
+    let (fh, index) = guest.open(node, libc::O_RDWR);
+    let index = index.unwrap();
+    let past = UNIX_EPOCH + 1000 * SOON;
+    let old = || file.set_times(FileTimes::new().set_modified(past).set_accessed(past)).unwrap();
+    let is_old = || file.metadata().unwrap().modified().unwrap() == past;
+    type Ask = fn(&Guest, u64, u64);
+    // Requests that leave the times alone, and others. Those that fail count too.
+    let leave: &[(&str, Ask)] = &[
+        ("getattr", |guest, node, _| {
+            guest.getattr(node);
+        }),
+        ("statx", |guest, node, _| {
+            guest.call(Opcode::Statx, node, StatxIn::default().as_bytes(), size_of::<StatxOut>()).unwrap();
+        }),
+        ("lookup", |guest, node, _| assert_eq!(guest.lookup("file"), node)),
+        ("readdirplus", |guest, _, _| {
+            let opened = guest.call(Opcode::Opendir, ROOT_ID, OpenIn::default().as_bytes(), size_of::<OpenOut>());
+            let fh = OpenOut::read_from_bytes(&opened.unwrap()).unwrap().fh;
+            let args = ReadIn { fh, size: 4096, ..Default::default() };
+            guest.call(Opcode::Readdirplus, ROOT_ID, args.as_bytes(), 4096).unwrap();
+        }),
+        ("link", |guest, node, _| {
+            let _ = fs::remove_file(guest.path("link"));
+            let args = [LinkIn { oldnodeid: node }.as_bytes(), b"link\0"].concat();
+            guest.call(Opcode::Link, ROOT_ID, &args, size_of::<EntryOut>()).unwrap();
+        }),
+        ("setattr", |guest, node, _| {
+            let attr = SetattrIn { valid: SetattrValid::MODE.bits(), mode: 0o600, ..Default::default() };
+            guest.call(Opcode::Setattr, node, attr.as_bytes(), size_of::<AttrOut>()).unwrap();
+        }),
+        ("setxattr", |guest, node, _| drop(guest.call(Opcode::Setxattr, node, b"user.x\0", 0))),
+        ("removexattr", |guest, node, _| drop(guest.call(Opcode::Removexattr, node, b"user.x\0", 0))),
+        ("flush", |guest, node, fh| {
+            guest.call(Opcode::Flush, node, FlushIn { fh, ..Default::default() }.as_bytes(), 0).unwrap();
+        }),
+        ("fsync", |guest, node, fh| {
+            guest.call(Opcode::Fsync, node, FsyncIn { fh, ..Default::default() }.as_bytes(), 0).unwrap();
+        }),
+        ("setupmapping", |guest, node, fh| guest.ask(node, fh, 0, 4096, true).unwrap()),
+        ("open and release", |guest, node, _| guest.release(node, guest.open(node, libc::O_RDONLY).0)),
+    ];
+    let change: &[(&str, Ask)] = &[
+        ("write", |guest, node, _| {
+            let args = WriteIn { fh: u64::MAX, size: 1, ..Default::default() };
+            drop(guest.call(Opcode::Write, node, &[args.as_bytes(), b"w"].concat(), size_of::<WriteOut>()));
+        }),
+        ("fallocate", |guest, node, _| {
+            let args = FallocateIn { fh: u64::MAX, length: 1, ..Default::default() };
+            drop(guest.call(Opcode::Fallocate, node, args.as_bytes(), 0));
+        }),
+        ("copy to it", |guest, node, _| {
+            let args = CopyFileRangeIn { fh_in: u64::MAX, nodeid_out: node, len: 1, ..Default::default() };
+            drop(guest.call(Opcode::CopyFileRange, ROOT_ID, args.as_bytes(), size_of::<WriteOut>()));
+        }),
+        ("copy from it", |guest, node, _| {
+            let args = CopyFileRangeIn { fh_in: u64::MAX, nodeid_out: ROOT_ID, len: 1, ..Default::default() };
+            drop(guest.call(Opcode::CopyFileRange, node, args.as_bytes(), size_of::<WriteOut>()));
+        }),
+    ];
+    for (name, ask) in leave.iter().chain(change) {
+        old();
+        ask(&guest, node, fh);
+        assert!(is_old(), "{name} alone");
+        guest.stored(index);
+        ask(&guest, node, fh);
+        assert!(!is_old(), "{name} after a store");
+        assert_eq!(guest.table.get::<u32>(ACKS + 16 * index as usize + 4), 0, "{name}");
+        assert_eq!(file.metadata().unwrap().accessed().unwrap(), past, "{name}");
+    }
+    // What the guest is told has the new time, by whatever request it asks.
+    old();
+    guest.stored(index);
+    let told = guest.getattr(node).mtime;
+    assert_eq!(told, file.metadata().unwrap().mtime() as u64);
+    assert!(told > 1000);
+    // A time that a process of the guest sets stays.
+    guest.stored(index);
+    let attr = SetattrIn { valid: SetattrValid::MTIME.bits(), mtime: 2000, ..Default::default() };
+    guest.call(Opcode::Setattr, node, attr.as_bytes(), size_of::<AttrOut>()).unwrap();
+    assert_eq!((guest.getattr(node).mtime, guest.entry(index).change), (2000, 0));
+    // Nobody asks: at the end of the slot.
+    guest.write(node, fh, 5000, 2 * RANGE as usize);
+    wait_until("revoked", || guest.entry(index).flags & REVOKED != 0);
+    guest.getattr(node);
+    old();
+    guest.stored(index);
+    guest.let_go(index);
+    assert!(!is_old());
 }
 
 fn holes_are_not_written_in_place() {

@@ -2,7 +2,7 @@
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use rustix::fs::{
     AtFlags, CWD, Gid, Mode, Statx, StatxFlags, Timespec, Timestamps, UTIME_NOW, UTIME_OMIT, Uid, chmodat, chownat,
@@ -129,18 +129,10 @@ impl PassthroughFs {
                 // UTIME_NOW and UTIME_OMIT are over 999,999,999, and would not be taken for a time.
                 _ => Timespec { tv_sec: sec as i64, tv_nsec: i64::from(nsec.min(999_999_999)) },
             };
-            let mut times = Timestamps {
+            let times = Timestamps {
                 last_access: time(SetattrValid::ATIME, SetattrValid::ATIME_NOW, a.atime, a.atimensec),
                 last_modification: time(SetattrValid::MTIME, SetattrValid::MTIME_NOW, a.mtime, a.mtimensec),
             };
-            // FATTR_CTIME marks the time of a write in place: a process's utimensat(2) never sets it. If another
-            // process has written later, its time stays.
-            if valid.contains(SetattrValid::CTIME)
-                && self.passing().is_some()
-                && is_written_later(&stat(fd, c"")?, &times.last_modification)
-            {
-                times.last_modification = Timespec { tv_sec: 0, tv_nsec: UTIME_OMIT };
-            }
             utimensat(fd, c"", &times, AtFlags::EMPTY_PATH)?;
         }
         Ok(())
@@ -281,13 +273,6 @@ fn encode_rdev(major: u32, minor: u32) -> u32 {
 /// The device number of [`encode_rdev`]'s 32 bits.
 pub(super) fn decode_rdev(rdev: u32) -> u64 {
     makedev(rdev >> 8 & 0xfff, rdev & 0xff | rdev >> 12 & 0xfff00)
-}
-
-/// Whether the file was written after `time`. A modification time in the future does not come from a write.
-fn is_written_later(st: &Statx, time: &Timespec) -> bool {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    let mtime = (st.stx_mtime.tv_sec, i64::from(st.stx_mtime.tv_nsec));
-    mtime > (time.tv_sec, time.tv_nsec) && mtime <= (now.as_secs() as i64, now.subsec_nanos().into())
 }
 
 #[cfg(test)]

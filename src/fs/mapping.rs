@@ -17,7 +17,7 @@ use super::lease::{is_fixed, is_program};
 use crate::fuse::Reply;
 use crate::fuse::abi::*;
 use crate::fuse::ops::{Answer, Mappings, Result};
-use crate::window::{Facts, Passthrough, Source, Window};
+use crate::window::{Facts, Passthrough, Source, Window, touch};
 
 impl PassthroughFs {
     fn window(&self) -> Result<&Window> {
@@ -37,6 +37,12 @@ impl PassthroughFs {
     /// Window passthrough, in a session that has it.
     pub(super) fn passing(&self) -> Option<&Arc<Passthrough>> {
         self.window.as_ref()?.passing()
+    }
+
+    /// Gives the file the time of what the guest has stored in place. Whether that changed it.
+    pub(super) fn settle_times_of(&self, inode: &Arc<Inode>) -> bool {
+        let Some(pass) = self.passing() else { return false };
+        pass.settle_times(inode.id, || inode.with_fd(&self.places, touch))
     }
 
     /// Counts an open. Returns the index of its entry if it has passthrough. Pending: [`Passthrough::decided`] tells it
@@ -179,6 +185,12 @@ impl PassthroughFs {
 impl Mappings for PassthroughFs {
     fn has_mappings(&self) -> bool {
         self.window.as_ref().is_some_and(|window| window.has_mappings())
+    }
+
+    fn settle_times(&self, node: u64) {
+        if let Ok(inode) = self.passing().ok_or(Errno::NOSYS).and_then(|_| self.inodes.get(node)) {
+            self.settle_times_of(&inode);
+        }
     }
 
     fn start_passthrough(&self, answer: Answer) {

@@ -53,10 +53,14 @@ impl PassthroughFs {
         let sight = self.sight(parent, dir);
         let found = Found { parent, dir, name };
         at(Point::BeforeStat);
-        let st = stat(dir, name)?;
+        let mut st = stat(dir, name)?;
         at(Point::AfterStat);
         if let Some(inode) = self.inodes.known(&st) {
             inode.moved(parent, name);
+            if self.settle_times_of(&inode) {
+                // Where the name leads to another file by now, the old times do for a second.
+                st = stat(dir, name).ok().filter(|st| inode.is_of(st)).unwrap_or(st);
+            }
             return Ok(self.found(sight, found, &inode, st));
         }
         self.inodes.have_room()?;

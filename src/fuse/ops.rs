@@ -208,6 +208,9 @@ pub trait Mappings {
     fn has_mappings(&self) -> bool {
         false
     }
+    /// Gives a file the time of what the guest has stored in place. To be called before a request reads or changes the
+    /// attributes or data of `node`. (An entry that LOOKUP or READDIRPLUS finds has them already.)
+    fn settle_times(&self, _node: u64) {}
     /// Gives the guest the passthrough window's table.
     fn start_passthrough(&self, answer: Answer) {
         answer(Err(Errno::NOSYS));

@@ -1,6 +1,6 @@
 //! For fuzz/: a window without threads.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::jobs::Job;
 use super::proxy::Event;
@@ -27,9 +27,14 @@ impl Rig {
 
     /// One turn of the mapper. Whether there was a job.
     pub fn turn(&mut self) -> bool {
+        self.turn_at(Instant::now())
+    }
+
+    /// The same at another time.
+    pub fn turn_at(&mut self, now: Instant) -> bool {
         let job = self.window.jobs.next(Some(Duration::ZERO));
         let any = job.is_some();
-        self.mapper.turn(job);
+        self.mapper.turn(job, now);
         any
     }
 

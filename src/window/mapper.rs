@@ -105,19 +105,19 @@ impl Mapper {
     pub fn run(mut self, jobs: &Jobs) -> ! {
         loop {
             let job = jobs.next(self.patience());
-            self.turn(job);
+            self.turn(job, Instant::now());
         }
     }
 
     /// Does a job, if there is one, and then what is due.
-    pub fn turn(&mut self, job: Option<Job>) {
+    pub fn turn(&mut self, job: Option<Job>, now: Instant) {
         job.into_iter().for_each(|job| self.work(job));
         if self.needs_care() && self.cared.elapsed() >= TICK {
             self.care();
             self.cared = Instant::now();
         }
         if let Some(slots) = &mut self.slots {
-            slots.look();
+            slots.look(now);
         }
     }
 

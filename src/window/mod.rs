@@ -35,7 +35,7 @@ use crate::fuse::notify::Sink;
 use crate::fuse::ops::{Answer, Result};
 use jobs::{DaxJob, Job, Jobs};
 use mapper::Mapper;
-pub use passthrough::{MIN_SIZE, Passthrough, Settings, Writable};
+pub use passthrough::{MIN_SIZE, Passthrough, Settings, Writable, touch};
 use shared::{DAX, Shared, WHOLE_FILES, write_back};
 pub use shared::{Facts, Frontend, Mapping, ProxyFiles, Source};
 use slots::Slots;

@@ -9,7 +9,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Poll;
 
 use parking_lot::Mutex;
-use rustix::fs::{FallocateFlags, Stat, fallocate, fstat};
+use rustix::fs::{
+    AtFlags, FallocateFlags, Stat, Timespec, Timestamps, UTIME_NOW, UTIME_OMIT, fallocate, fstat, utimensat,
+};
 use rustix::io::Errno;
 
 use super::jobs::{EntryJob, Jobs, SlotJob};
@@ -390,6 +392,19 @@ impl Passthrough {
         self.changed(index, revoked);
     }
 
+    /// Gives a node's file the present time if the guest has stored to it in place since the last call. Call this before
+    /// a request of the guest reads or changes the file's attributes or data. `touch`: calls [`touch`] with the file.
+    /// Whether it was called.
+    pub fn settle_times(&self, node: u64, touch: impl FnOnce() -> Result<()>) -> bool {
+        self.index(node).is_some_and(|index| self.settle_times_of(index, node, touch))
+    }
+
+    pub(super) fn settle_times_of(&self, index: u32, node: u64, touch: impl FnOnce() -> Result<()>) -> bool {
+        // It fails where a daemon without privileges serves another user's file. The kernel may move the times there.
+        let logged = || touch().unwrap_or_else(|errno| tracing::debug!(node, "no time of a store in place: {errno}"));
+        self.table.stored(index, node, logged)
+    }
+
     /// To be called before blocks are allocated, which look like holes until they are written. The result is for
     /// [`allocated`](Self::allocated).
     pub fn allocating(&self, node: u64) -> Option<Holes> {
@@ -551,6 +566,14 @@ impl Passthrough {
     fn send(&self, job: SlotJob) {
         self.jobs.send(job);
     }
+}
+
+/// Sets the times of a file that was stored to in place: the kernel does that at the first store to a clean page, and on
+/// tmpfs never.
+pub fn touch(file: BorrowedFd) -> Result<()> {
+    let time = |tv_nsec| Timespec { tv_sec: 0, tv_nsec };
+    let times = Timestamps { last_access: time(UTIME_OMIT), last_modification: time(UTIME_NOW) };
+    utimensat(file, c"", &times, AtFlags::EMPTY_PATH)
 }
 
 /// Notes a file's blocks and size.

@@ -10,7 +10,7 @@ use rustix::fs::{FallocateFlags, fallocate, fstat};
 use rustix::io::Errno;
 
 use super::jobs::{EntryJob, SlotJob};
-use super::passthrough::{Passthrough, Writable};
+use super::passthrough::{Passthrough, Writable, touch};
 use super::proxy::{Kind, errno};
 use super::room::Room;
 use super::shared::{CachedFile, Mapping, ProxyFiles, Shared, Source, TABLE, WHOLE_FILES, write_back};
@@ -27,6 +27,10 @@ const LATER: Duration = Duration::from_millis(if cfg!(fuzzing) { 0 } else { 100 
 
 /// How long the guest may take to let go if a host process waits: the guard lets that process go on after 2 s.
 const PATIENCE: Duration = Duration::from_millis(if cfg!(fuzzing) { 0 } else { 1500 });
+
+/// How often files get the time of what the guest has stored in place, if no request needs it sooner: programs of the
+/// host look at it too.
+const TIMES: Duration = Duration::from_secs(5);
 
 /// A file in a slot.
 struct Held {
@@ -94,20 +98,25 @@ pub struct Slots {
     known: HashMap<u32, Slot>,
     pending: Vec<Pending>,
     has_table: bool,
+    /// When the files last got their times.
+    settled: Instant,
 }
 
 impl Slots {
     pub fn new(pass: Arc<Passthrough>, shared: Arc<Shared>, files: Arc<dyn ProxyFiles>) -> Self {
         let room = Room::new(pass.size());
-        Self { pass, shared, files, room, known: HashMap::new(), pending: Vec::new(), has_table: false }
+        let (known, pending) = (HashMap::new(), Vec::new());
+        Self { pass, shared, files, room, known, pending, has_table: false, settled: Instant::now() }
     }
 
     /// How long the mapper may wait for a job before it must call [`look`](Self::look).
     pub fn patience(&self) -> Option<Duration> {
         let waits = self.known.values().any(|slot| slot.late.is_some() || slot.not_before.is_some());
+        let holds = self.known.values().any(|slot| slot.held.is_some());
         match self.pending.is_empty() {
             false => Some(SOON),
-            true => waits.then_some(LATER),
+            true if waits => Some(LATER),
+            true => holds.then(|| TIMES.saturating_sub(self.settled.elapsed())),
         }
     }
 
@@ -258,10 +267,30 @@ impl Slots {
 
     /// Takes the file out of its slot. A host process that waits for that goes on when the result is dropped.
     fn empty(&mut self, index: u32) -> Option<Held> {
-        let held = self.known.get_mut(&index)?.held.take()?;
-        self.shared.unmap(&held.mapping());
+        let slot = self.known.get_mut(&index)?;
+        let (node, held) = (slot.node, slot.held.take()?);
+        self.unmap(index, node, &held);
         self.room.free(held.at);
         Some(held)
+    }
+
+    fn unmap(&self, index: u32, node: u64, held: &Held) {
+        self.shared.unmap(&held.mapping());
+        self.settle_times_of(index, node, held);
+    }
+
+    fn settle_times_of(&self, index: u32, node: u64, held: &Held) {
+        self.pass.settle_times_of(index, node, || touch(held.real.as_fd()));
+    }
+
+    /// Gives files the time of what the guest has stored in place, now and then.
+    fn settle_times(&mut self, now: Instant) {
+        if now.saturating_duration_since(self.settled) < TIMES {
+            return;
+        }
+        self.settled = now;
+        let held = self.known.iter().filter_map(|(&index, slot)| Some((index, slot.node, slot.held.as_ref()?)));
+        held.for_each(|(index, node, held)| self.settle_times_of(index, node, held));
     }
 
     fn end_late(&mut self, index: u32) {
@@ -356,7 +385,8 @@ impl Slots {
     }
 
     /// Looks for acknowledgements, and does what is due.
-    pub fn look(&mut self) {
+    pub fn look(&mut self, now: Instant) {
+        self.settle_times(now);
         let done: Vec<(u32, Why, bool)> = self
             .pending
             .iter()
@@ -394,7 +424,7 @@ impl Slots {
     fn move_elsewhere(&mut self, index: u32) {
         let moved = self.known.get_mut(&index).and_then(|slot| Some((slot.node, slot.held.take()?)));
         let Some((node, held)) = moved else { return };
-        self.shared.unmap(&held.mapping());
+        self.unmap(index, node, &held);
         self.room.free(held.at);
         let size = self.pass.table.entry(index).size;
         let put = self.reserve(size).and_then(|(at, len)| self.put(index, node, Held { at, len, ..held }, false));
@@ -412,7 +442,7 @@ impl Slots {
         let Some(held) = slot.held.take() else { return };
         tracing::warn!(node, "the guest did not let go of a file in time: what it still stores in place may be lost");
         let (at, len) = (held.at, held.len);
-        self.shared.unmap(&held.mapping());
+        self.unmap(index, node, &held);
         self.set_gone(index, Change::Seize);
         drop(held);
         let id = self.shared.next_id();

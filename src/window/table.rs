@@ -3,7 +3,7 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::atomic::{Ordering, fence};
+use std::sync::atomic::{AtomicU32, Ordering, fence};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
@@ -167,6 +167,8 @@ pub struct Line {
     pub blocks: u64,
     /// Sizes to which truncations under way cut the file.
     pub limits: Vec<u64>,
+    /// The guest was allowed to store to the node's file.
+    stores: bool,
     seq: u32,
 }
 
@@ -197,7 +199,8 @@ impl Line {
                 self.slot = None;
                 (self.entry.offset, self.entry.length) = (0, 0);
             }
-            Change::AllowStores | Change::Revoke | Change::Release => {}
+            Change::AllowStores => self.stores = true,
+            Change::Revoke | Change::Release => {}
         }
         self.entry.state = after;
         Ok(())
@@ -205,6 +208,7 @@ impl Line {
 
     /// Sets the node that the entry belongs to.
     pub const fn set_node(&mut self, nodeid: u64) {
+        self.stores = self.stores && self.entry.nodeid == nodeid;
         self.entry.nodeid = nodeid;
     }
 
@@ -221,11 +225,14 @@ impl Line {
 
 /// The guest may write to the memory, so the daemon reads nothing but the guest's own words from it.
 ///
-/// Lock rule: one line at a time, as the last lock, and no call to the frontend or to the [`Sink`] while it is held. A
+/// Lock rule: one line at a time, as the last lock but for `turns`, and no call to the frontend or to the [`Sink`] while it is held. A
 /// thread stats the line's file under the lock, so that the last one to look writes last.
 pub struct Table {
     memory: MmapRegion<()>,
     lines: Box<[Mutex<Line>]>,
+    /// Held while a file gets the times of what the guest has stored. Locked before the line. A line is not locked
+    /// meanwhile, since the file system may take its time.
+    turns: Box<[Mutex<()>]>,
     revocations: Mutex<u32>,
     /// Tells the guest that `revocations` has changed.
     guest: OnceLock<Arc<dyn Sink>>,
@@ -239,7 +246,8 @@ impl Table {
         fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         let memory = MmapRegion::from_file(FileOffset::new(fd.into(), 0), LEN as usize).map_err(io::Error::other)?;
         let lines = (0..ENTRIES).map(|_| Mutex::default()).collect();
-        let table = Self { memory, lines, revocations: Mutex::new(0), guest: OnceLock::new() };
+        let turns = (0..ENTRIES).map(|_| Mutex::default()).collect();
+        let table = Self { memory, lines, turns, revocations: Mutex::new(0), guest: OnceLock::new() };
         table.clear();
         Ok(table)
     }
@@ -298,6 +306,36 @@ impl Table {
     pub fn acknowledged(&self, index: u32) -> u32 {
         let ack: Result<u32, _> = self.memory.as_volatile_slice().load(guest_at(index, ACK), Ordering::Acquire);
         ack.map_or(0, u32::from_le)
+    }
+
+    /// Calls `note` if the guest says that it has stored to this node's file since the last call, and may have. Whoever
+    /// comes in between waits until `note` is done. Whether it was called.
+    pub fn stored(&self, index: u32, node: u64, note: impl FnOnce()) -> bool {
+        let at = index as usize % self.lines.len();
+        let _turn = self.turns[at].lock();
+        let is_its = || {
+            let line = self.lines[at].lock();
+            line.stores && line.entry.nodeid == node
+        };
+        let stored = is_its() && self.take(index, STORED);
+        if stored {
+            note();
+        }
+        stored
+    }
+
+    /// Whether the guest says that it has used the slot since the last call.
+    #[cfg(test)]
+    pub fn used(&self, index: u32) -> bool {
+        self.take(index, USED)
+    }
+
+    /// Whether one of the guest's words is not 0. It is 0 then.
+    fn take(&self, index: u32, word: u32) -> bool {
+        let memory = self.memory.as_volatile_slice();
+        let word = memory.get_atomic_ref::<AtomicU32>(guest_at(index, word));
+        // Without the first look, each call would take the cache line from the guest.
+        word.is_ok_and(|word| word.load(Ordering::Acquire) != 0 && word.swap(0, Ordering::AcqRel) != 0)
     }
 
     fn put<T: AtomicAccess>(&self, at: usize, value: T, order: Ordering) {
@@ -523,6 +561,70 @@ mod tests {
         assert_eq!(told(|line| line.step(Change::Release).unwrap()), nothing);
         table.clear();
         assert!(guest.seen.lock().is_empty(), "a new session revokes nothing");
+    }
+
+    #[test]
+    fn what_the_guest_has_stored_counts_once_and_for_its_node_alone() {
+        let table = Table::new().unwrap();
+        let stores = |index| table.put(guest_at(index, STORED), 1u32.to_le(), Ordering::Release);
+        let counts = |index, node| {
+            let mut noted = 0;
+            assert_eq!(table.stored(index, node, || noted += 1), noted == 1);
+            noted
+        };
+        let step = |change| table.update(3, |line| line.step(change)).unwrap();
+        table.update(3, |line| (line.slot, line.entry.nodeid) = (Some((0, RANGE)), 8));
+        step(Change::Map);
+        stores(3);
+        assert_eq!(counts(3, 8), 0, "it may not store");
+        step(Change::AllowStores);
+        assert_eq!((counts(3, 9), counts(3, 8), counts(3, 8)), (0, 1, 0));
+        // What it stored before it let go, and before the release.
+        step(Change::Revoke);
+        stores(3);
+        assert_eq!(counts(3, 8), 1);
+        step(Change::Map);
+        stores(3);
+        assert_eq!(counts(3, 8), 1);
+        step(Change::Release);
+        stores(3);
+        assert_eq!((counts(3, 8), counts(2, 8)), (1, 0));
+        // The entry is another node's.
+        table.update(3, |line| line.set_node(9));
+        stores(3);
+        assert_eq!((counts(3, 8), counts(3, 9)), (0, 0));
+        assert!(!table.used(3));
+        table.put(guest_at(3, USED), u32::MAX, Ordering::Release);
+        assert_eq!((table.used(2), table.used(3), table.used(3)), (false, true, false));
+        stores(3);
+        table.clear();
+        let word = |word| get::<u32>(&table, guest_at(3, word), Ordering::Relaxed);
+        assert_eq!([ACK, STORED, USED].map(word), [0; 3]);
+    }
+
+    /// Who looks at the file meanwhile must see the new times.
+    #[test]
+    fn nobody_overtakes_the_note_of_a_store() {
+        let table = Table::new().unwrap();
+        table.update(3, |line| {
+            line.slot = Some((0, RANGE));
+            line.step(Change::Map).unwrap();
+            line.step(Change::AllowStores).unwrap();
+        });
+        table.put(guest_at(3, STORED), 1u32.to_le(), Ordering::Release);
+        let noted = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            table.stored(3, 0, || {
+                let second = scope.spawn(|| {
+                    assert!(!table.stored(3, 0, || ()));
+                    noted.load(Ordering::Acquire)
+                });
+                assert!(table.turns[3].try_lock().is_none() && table.lines[3].try_lock().is_some());
+                std::thread::sleep(std::time::Duration::from_millis(20));
+                noted.store(true, Ordering::Release);
+                scope.spawn(move || assert!(second.join().unwrap()));
+            });
+        });
     }
 
     /// Reads an entry as the guest does.

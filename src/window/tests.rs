@@ -1,12 +1,13 @@
 //! The mapper against a frontend and proxy files that only take note.
 
-use std::io::Read;
+use std::io::{Read, Write};
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::mpsc;
-use std::time::Duration;
+use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use parking_lot::Mutex;
+use vm_memory::{Bytes, VolatileMemory};
 
 use super::proxy::{Event, Kind, Opened};
 use super::*;
@@ -94,6 +95,21 @@ impl ProxyFiles for Made {
         loop {
             thread::park();
         }
+    }
+}
+
+/// A file that is always the same.
+struct OneFile(std::fs::File);
+
+impl Source for OneFile {
+    fn failed(&self, _errno: Errno) {}
+
+    fn open(&self, _writable: bool) -> Result<OwnedFd> {
+        Ok(self.0.try_clone().unwrap().into())
+    }
+
+    fn facts(&self) -> Result<Facts> {
+        Ok(Facts { size: self.0.metadata().unwrap().len(), told_size: 0, executable: false })
     }
 }
 
@@ -260,33 +276,109 @@ fn a_mapping_that_the_frontend_still_has_is_replaced() {
     assert_eq!(rig.taken.mapped.lock().len(), 1);
 }
 
+/// A passthrough window whose mapper takes a turn when it is told to, and a guest that sees the table.
+struct Stepped {
+    rig: doors::Rig,
+    taken: Arc<Taken>,
+    guest: vm_memory::mmap::MmapRegion,
+}
+
+impl Stepped {
+    fn new(size: u64, slots: usize) -> Self {
+        let (taken, made) = (Arc::new(Taken::default()), Arc::new(Made { guarded: true, ..Made::default() }));
+        let settings = Settings { size, slots, writable: Writable::InPlace };
+        let rig = doors::Rig::new(0, settings, made.clone()).unwrap();
+        rig.window.connect(Arc::new(FakeFrontend(taken.clone(), made)));
+        rig.window.announce();
+        let table = std::fs::File::from(rig.table().file().unwrap().try_clone_to_owned().unwrap());
+        let guest = vm_memory::mmap::MmapRegion::from_file(vm_memory::FileOffset::new(table, 0), table::LEN as usize);
+        let mut stepped = Self { rig, taken, guest: guest.unwrap() };
+        stepped.start();
+        stepped
+    }
+
+    fn start(&mut self) {
+        let (send, receive) = mpsc::channel();
+        self.rig.pass().start(Box::new(move |result| send.send(result).unwrap()));
+        while self.rig.turn() {}
+        assert_eq!(receive.recv().unwrap(), Ok(()));
+    }
+
+    /// The guest opens a file. Its entry, once the mapper has decided.
+    fn open(&mut self, node: u64, file: &std::fs::File) -> Option<u32> {
+        let told = self.opening(node, file);
+        while self.rig.turn() {}
+        told.try_recv().unwrap().unwrap()
+    }
+
+    fn opening(&mut self, node: u64, file: &std::fs::File) -> mpsc::Receiver<Result<Option<u32>>> {
+        let (tell, told) = mpsc::channel();
+        let source = OneFile(file.try_clone().unwrap());
+        let opened = self.rig.pass().open(node, file.as_fd(), Some(Arc::new(source)));
+        assert!(opened.is_pending(), "the mapper has not been asked yet");
+        self.rig.pass().decided(node, Box::new(move |opened| tell.send(opened).unwrap()));
+        told
+    }
+
+    /// The guest writes one of its words (docs/protocol.md): 0 acknowledgement, 1 stored, 2 used.
+    fn word(&self, index: u32, word: usize, value: u32) {
+        let at = 64 * 4096 + 16 * index as usize + 4 * word;
+        self.guest.as_volatile_slice().store(value.to_le(), at, Ordering::Release).unwrap();
+    }
+}
+
+/// A file without holes.
+fn full_file(len: usize) -> std::fs::File {
+    let mut file = tempfile::tempfile_in("/dev/shm").unwrap();
+    file.write_all(&vec![b'r'; len]).unwrap();
+    file
+}
+
+#[test]
+fn what_the_guest_stores_moves_the_times_now_and_then_and_when_the_slot_goes() {
+    let mut window = Stepped::new(4 * RANGE, 2);
+    let file = full_file(5000);
+    let index = window.open(7, &file).unwrap();
+    let past = UNIX_EPOCH + Duration::from_secs(1000);
+    let old = || file.set_times(std::fs::FileTimes::new().set_accessed(past).set_modified(past)).unwrap();
+    let is_old = || {
+        assert_eq!(file.metadata().unwrap().accessed().unwrap(), past);
+        file.metadata().unwrap().modified().unwrap() == past
+    };
+    let mut now = Instant::now();
+    window.rig.turn_at(now);
+    old();
+    for stores in [true, false, true] {
+        if stores {
+            window.word(index, 1, 1);
+        }
+        // The mapper looks at all files at once, so the first look may come at any time up to then.
+        now += Duration::from_secs(5);
+        window.rig.turn_at(now);
+        assert_eq!(is_old(), !stores);
+        old();
+    }
+    window.rig.turn_at(now + Duration::from_secs(4));
+    window.word(index, 1, 1);
+    window.rig.turn_at(now + Duration::from_secs(4));
+    assert!(is_old());
+    // The file gives way to another one.
+    window.rig.pass().release(7);
+    assert!(is_old());
+    window.rig.pass().forget(7);
+    window.rig.turn_at(now);
+    assert!(!is_old());
+}
+
 #[test]
 fn a_session_that_ends_while_files_are_mapped_leaves_no_entry_and_no_open_unanswered() {
-    let (taken, made) = (Arc::new(Taken::default()), Arc::new(Made { guarded: true, ..Made::default() }));
-    let settings = Settings { size: 4 * RANGE, slots: 1, writable: Writable::InPlace };
-    let mut rig = doors::Rig::new(0, settings, made.clone()).unwrap();
-    rig.window.connect(Arc::new(FakeFrontend(taken.clone(), made)));
-    rig.window.announce();
-    let (send, receive) = mpsc::channel();
-    let answer = |send: &mpsc::Sender<_>| {
-        let send = send.clone();
-        Box::new(move |result: Result<()>| send.send(result).unwrap())
-    };
-    let start = |rig: &mut doors::Rig| {
-        rig.pass().start(answer(&send));
-        while rig.turn() {}
-        assert_eq!(receive.recv().unwrap(), Ok(()));
-    };
-    start(&mut rig);
+    let mut window = Stepped::new(4 * RANGE, 1);
     let file = tempfile::tempfile().unwrap();
-    let (tell, told) = mpsc::channel();
-    let opened = rig.pass().open(7, file.as_fd(), Some(Arc::new(FakeSource::default())));
-    assert!(opened.is_pending(), "the mapper has not been asked yet");
-    rig.pass().decided(7, Box::new(move |opened| tell.send(opened).unwrap()));
+    let told = window.opening(7, &file);
     // The mapper comes to the open only now, when its session is over.
-    rig.window.reset();
+    window.rig.window.reset();
     assert_eq!(told.recv().unwrap(), Err(Errno::IO));
-    start(&mut rig);
-    assert!((1..4096).all(|index| rig.table().entry(index) == doors::Entry::default()));
-    assert_eq!((rig.live(), taken.mapped.lock().len()), ([0, 0, 1], 1));
+    window.start();
+    assert!((1..4096).all(|index| window.rig.table().entry(index) == doors::Entry::default()));
+    assert_eq!((window.rig.live(), window.taken.mapped.lock().len()), ([0, 0, 1], 1));
 }

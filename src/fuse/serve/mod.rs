@@ -16,6 +16,9 @@ impl<F: FileSystem> Server<F> {
     pub(super) fn serve(&self, opcode: Opcode, request: &mut Request, reply: &mut Reply) -> Result<()> {
         let fs = &*self.fs;
         let node = request.header.nodeid;
+        if sees_times(opcode) {
+            fs.settle_times(node);
+        }
         match opcode {
             Opcode::Lookup => reply.put(&fs.lookup(node, request.name()?)?),
             Opcode::Forget => self.forget(request, reply),
@@ -36,6 +39,7 @@ impl<F: FileSystem> Server<F> {
             }
             Opcode::Link => {
                 let args: LinkIn = request.take()?;
+                fs.settle_times(args.oldnodeid);
                 reply.put(&fs.link(args.oldnodeid, node, request.name()?)?)
             }
 
@@ -169,4 +173,26 @@ impl<F: FileSystem> Server<F> {
         let value = request.bytes(size as usize)?;
         self.fs.setxattr(request.header.nodeid, name, value, flags, ext & SETXATTR_ACL_KILL_SGID != 0)
     }
+}
+
+/// Whether a request reads or changes the attributes or data of its node. LOOKUP, READDIRPLUS and LINK have other
+/// nodes, and READ has no attributes.
+const fn sees_times(opcode: Opcode) -> bool {
+    matches!(
+        opcode,
+        Opcode::Getattr
+            | Opcode::Setattr
+            | Opcode::Statx
+            | Opcode::Open
+            | Opcode::Flush
+            | Opcode::Release
+            | Opcode::Write
+            | Opcode::Fsync
+            | Opcode::Fallocate
+            | Opcode::CopyFileRange
+            | Opcode::CopyFileRange64
+            | Opcode::Setxattr
+            | Opcode::Removexattr
+            | Opcode::Setupmapping
+    )
 }
