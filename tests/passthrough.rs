@@ -6,6 +6,7 @@
 mod processes;
 
 use std::fs::{self, File, FileTimes, OpenOptions};
+use std::io::Write;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
@@ -34,6 +35,7 @@ const TESTS: &[(&str, fn())] = &[
     ("sizes_follow_the_guests_changes", sizes_follow_the_guests_changes),
     ("sizes_follow_the_hosts_changes", sizes_follow_the_hosts_changes),
     ("times_follow_what_the_guest_stores", times_follow_what_the_guest_stores),
+    ("appends_by_the_host_revoke_nothing", appends_by_the_host_revoke_nothing),
     ("holes_are_not_written_in_place", holes_are_not_written_in_place),
     ("what_is_not_worth_it_stays_with_messages", what_is_not_worth_it_stays_with_messages),
     ("slots_are_few_and_evicted", slots_are_few_and_evicted),
@@ -61,6 +63,7 @@ fn main() -> ExitCode {
     match args.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["--run", name] => TESTS.iter().find(|(n, _)| *n == name).unwrap().1(),
         ["--truncate", path, size] => truncate(path, size.parse().unwrap()),
+        ["--append", path] => OpenOptions::new().append(true).open(path).unwrap().write_all(&[b'a'; 1 << 16]).unwrap(),
         _ => return run_tests(args.iter().find(|arg| !arg.starts_with('-')).map_or("", String::as_str)),
     }
     ExitCode::SUCCESS
@@ -455,21 +458,67 @@ fn times_follow_what_the_guest_stores() {
     assert!(!is_old());
 }
 
+/// The guest keeps the file in place while the host makes it longer.
+fn appends_by_the_host_revoke_nothing() {
+    let guest = Guest::guarded();
+    let file = guest.file("file", 5_000_000);
+    let node = guest.lookup("file");
+    let index = guest.open(node, libc::O_RDWR).1.unwrap();
+    let before = guest.entry(index);
+    for n in 1..=32 {
+        assert!(this(&["--append", guest.path("file").to_str().unwrap()]).status().unwrap().success());
+        let size = 5_000_000 + (n << 16);
+        // The guest asks, or the kernel tells.
+        if n % 2 == 0 {
+            assert_eq!(guest.getattr(node).size, size);
+        }
+        wait_until("told", || guest.entry(index).size == size);
+    }
+    let after = guest.entry(index);
+    assert_eq!(after, Entry { size: after.size, change: after.change, ..before });
+    assert_eq!(after.change, 32);
+    assert_eq!((after.flags, guest.revocations()), (VALID | WRITABLE, 0));
+    assert_eq!(guest.slot(index).get::<u8>(after.size as usize - 1), b'a');
+    // Longer by a hole.
+    file.set_len(after.size + 100_000).unwrap();
+    guest.getattr(node);
+    assert_eq!((guest.entry(index).flags, guest.revocations()), (VALID | WRITABLE | REVOKED, 1));
+}
+
 fn holes_are_not_written_in_place() {
     let guest = Guest::new();
     let file = guest.file("file", 5000);
     file.set_len(1 << 20).unwrap();
     let node = guest.lookup("file");
+    for flags in [libc::O_RDONLY, libc::O_RDWR] {
+        let (fh, none) = guest.open(node, flags);
+        assert_eq!((none, guest.slots()), (None, 0));
+        guest.release(node, fh);
+    }
+    // Messages fill the holes.
+    let (fh, none) = guest.open(node, libc::O_RDWR);
+    guest.write(node, fh, 4096, (1 << 20) - 4096);
+    guest.release(node, fh);
+    assert_eq!(none, None);
     let (fh, index) = guest.open(node, libc::O_RDWR);
     let index = index.unwrap();
-    assert_eq!(guest.entry(index).flags, VALID);
-    // Messages fill the holes.
-    guest.write(node, fh, 4096, (1 << 20) - 4096);
     assert_eq!(guest.entry(index).flags, VALID | WRITABLE);
+    // A slot that is kept is no use if the file has got a hole.
+    guest.release(node, fh);
+    file.set_len(3 << 20).unwrap();
+    let (fh, none) = guest.open(node, libc::O_RDWR);
+    assert_eq!((none, guest.entry(index).flags), (None, 0));
+    wait_until("unmapped", || guest.slots() == 0);
+    guest.release(node, fh);
+    file.set_len(1 << 20).unwrap();
+    let (fh, index) = guest.open(node, libc::O_RDWR);
+    let index = index.unwrap();
     // The file gets a hole: the guest must let go, and may then read in place again.
+    let before = guest.revocations();
     guest.setattr_size(node, 2 << 20);
     let revoked = guest.entry(index);
-    assert_eq!((revoked.flags, revoked.size, guest.revocations()), (VALID | WRITABLE | REVOKED, 2 << 20, 1));
+    let revocations = guest.revocations() - before;
+    assert_eq!((revoked.flags, revoked.size, revocations), (VALID | WRITABLE | REVOKED, 2 << 20, 1));
     assert_eq!(guest.ask(node, fh, 0, 4096, false), Err(libc::EAGAIN));
     let live = guest.let_go(index);
     assert_eq!(live, Entry { flags: VALID, generation: revoked.generation + 1, ..revoked });
@@ -497,7 +546,7 @@ fn what_is_not_worth_it_stays_with_messages() {
         let (fh, none) = guest.open(node, flags);
         assert_eq!(none, None, "{name}");
         // While that open lasts, no other open may have passthrough.
-        guest.setattr_size(node, 5000);
+        guest.file(name, 5000);
         let (fh2, none) = guest.open(node, libc::O_RDWR);
         assert_eq!(none, None, "{name}");
         guest.release(node, fh);
@@ -668,13 +717,13 @@ fn the_table_is_not_believed() {
     wait_until("live", || guest.entry(index).flags == VALID);
     guest.release(node, fh);
     let (_, again) = guest.open(node, libc::O_RDWR);
-    assert_eq!((again, file.metadata().unwrap().len()), (Some(index), 6_000_000));
+    assert_eq!((again, file.metadata().unwrap().len()), (None, 6_000_000), "it has a hole");
     // Handles that do not exist, again and again.
     for fh in 0..1000 {
         let released = guest.call(Opcode::Release, node + 1, ReleaseIn { fh, ..Default::default() }.as_bytes(), 0);
         assert_eq!(released, Err(libc::EBADF));
     }
-    assert_eq!(guest.entry(index).flags & VALID, VALID);
+    assert_eq!(guest.entry(index).flags, 0);
 }
 
 fn a_session_begins_with_nothing() {

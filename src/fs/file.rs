@@ -300,6 +300,7 @@ impl PassthroughFs {
         }
         if let Some(pass) = self.passing() {
             pass.wrote(node, fd, (!append).then_some(write.offset), n as u64);
+            pass.missed(node);
         }
         Ok(n)
     }
@@ -428,6 +429,7 @@ impl Files for PassthroughFs {
     }
 
     fn read(&self, node: u64, read: &ReadIn, to: &IoRange, waits: bool) -> Result<Option<usize>> {
+        self.passing().iter().for_each(|pass| pass.missed(node));
         let done = self.with_file(node, read.fh, (Use::Read, read.flags, waits), |file| {
             file.handle.into_iter().for_each(|handle| self.reads(handle));
             match waits {

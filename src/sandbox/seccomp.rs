@@ -95,6 +95,8 @@ const CONDITIONAL: &[Condition] = &[
     // Rust's std uses these for set_nonblocking and set_cloexec.
     (SYS_ioctl, 1, ANY, FIONBIO),
     (SYS_ioctl, 1, ANY, FIOCLEX),
+    // Whether a file on XFS shares its blocks.
+    (SYS_ioctl, 1, ANY, crate::window::FIEMAP),
 ];
 
 /// The mask of a condition in which all 32 bits of the argument count.

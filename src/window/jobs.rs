@@ -83,8 +83,8 @@ pub enum EntryJob {
     Downgrade,
     /// Its file has outgrown the slot.
     Remap,
-    /// It must not stay mapped.
-    Gone,
+    /// The guest reads and writes its file by messages, since it has lost the slot.
+    Want,
 }
 
 impl From<DaxJob> for Job {

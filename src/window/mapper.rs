@@ -111,13 +111,14 @@ impl Mapper {
 
     /// Does a job, if there is one, and then what is due.
     pub fn turn(&mut self, job: Option<Job>, now: Instant) {
+        self.slots.iter_mut().for_each(|slots| slots.begin(now));
         job.into_iter().for_each(|job| self.work(job));
         if self.needs_care() && self.cared.elapsed() >= TICK {
             self.care();
             self.cared = Instant::now();
         }
         if let Some(slots) = &mut self.slots {
-            slots.look(now);
+            slots.look();
         }
     }
 

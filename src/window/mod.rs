@@ -41,6 +41,9 @@ pub use shared::{Facts, Frontend, Mapping, ProxyFiles, Source};
 use slots::Slots;
 pub use space::Stores;
 
+/// The request of ioctl(2) that tells where a file's blocks are.
+pub const FIEMAP: u64 = sys::FIEMAP as u64;
+
 /// log2 of [`RANGE`], as FUSE_INIT's map_alignment has it.
 pub const RANGE_SHIFT: u16 = 21;
 
@@ -269,7 +272,8 @@ impl Window {
 
     /// Whether a node's file must not share blocks with another.
     pub fn keeps_blocks(&self, node: u64) -> bool {
-        self.shared.promises.stores(node) == Some(Stores::Unshared)
+        let passes = || self.passing().is_some_and(|passthrough| passthrough.keeps_blocks(node));
+        self.shared.promises.stores(node) == Some(Stores::Unshared) || passes()
     }
 
     fn ranges(&self, at: u64, len: u64) -> Result<std::ops::Range<usize>> {

@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Poll;
@@ -17,13 +17,15 @@ use rustix::io::Errno;
 use super::jobs::{EntryJob, Jobs, SlotJob};
 use super::shared::Source;
 use super::space::{Stores, hole};
+use super::sys;
 use super::table::{Change, ENTRIES, EntryState, LEN, Line, Table};
 use crate::fuse::ops::{Answer, Result};
 
 /// For which files the guest may store in place (`--passthrough-writable`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum Writable {
-    /// Only files without holes, on file systems that write in place: no store can fail for want of space.
+    /// Only files without holes, on file systems that write in place: no store can fail for want of space. On XFS the
+    /// file must share no block, and the guard must see to it that this stays so.
     #[default]
     InPlace,
     /// All files. If the disk is full, a store may end the virtual machine.
@@ -40,6 +42,10 @@ pub struct Settings {
     /// `--passthrough-writable`
     pub writable: Writable,
 }
+
+/// After so many messages a file that has lost its slot gets another if one is idle. A mapping takes as long as some ten
+/// messages.
+const MISSED: u32 = 16;
 
 /// The smallest window: a table and one range for slots.
 pub const MIN_SIZE: u64 = 2 * LEN;
@@ -199,9 +205,11 @@ impl Passthrough {
                         self.send(SlotJob::Entry(EntryJob::Drop, index));
                         return Poll::Ready(None);
                     }
+                    // Others wait for the end of this.
+                    known.how = How::Deciding(index, Vec::new());
+                    let session = nodes.session;
                     drop(nodes);
-                    self.revive(index, file);
-                    return Poll::Ready(Some(index));
+                    return Poll::Ready(self.revive((session, node, index), file));
                 }
                 (How::Deciding(..), _) => {}
             }
@@ -261,15 +269,18 @@ impl Passthrough {
         });
     }
 
-    /// Makes a kept entry live again. If that fails, the entry is gone: its slot has just been taken away, or must not
-    /// stay.
-    fn revive(&self, index: u32, file: BorrowedFd) {
-        let live = self.table.update(index, |line| {
-            self.make_live(line, file, None).or_else(|errno| line.step(Change::Withdraw).and(Err(errno)))
-        });
-        if live.is_err() {
-            self.send(SlotJob::Entry(EntryJob::Gone, index));
+    /// Makes a kept entry live again, for the first open of its node (session, node, index). If that fails, the open
+    /// has no passthrough: the slot has just been taken away, or the guest might not store to it.
+    fn revive(&self, (session, node, index): (u64, u64, u32), file: BorrowedFd) -> Option<u32> {
+        let live = self.table.update(index, |line| self.make_live(line, file, None, true));
+        let passes = self.decide(session, node, index, live.is_ok());
+        if !passes {
+            let nodes = self.nodes.lock();
+            if nodes.session == session {
+                self.send(SlotJob::Entry(EntryJob::Drop, index));
+            }
         }
+        passes.then_some(index)
     }
 
     /// Allocates the holes of a file in memory, so that no load from them can fail for want of memory. The result is
@@ -284,16 +295,21 @@ impl Passthrough {
     }
 
     /// Makes an entry with a slot live. `filled`: the file had no hole then; the entry counts those that it got since.
+    /// `stores`: only if the guest may store to it.
     ///
     /// # Errors
-    /// EOPNOTSUPP if a load from a hole would take memory, which may be short; EAGAIN if there is no slot.
-    pub(super) fn live(&self, index: u32, file: BorrowedFd, filled: Option<Filled>) -> Result<()> {
-        self.table.update(index, |line| self.make_live(line, file, filled))
+    /// EOPNOTSUPP if it may not, or if a load from a hole would take memory, which may be short; EAGAIN if there is no
+    /// slot.
+    pub(super) fn live(&self, index: u32, file: BorrowedFd, filled: Option<Filled>, stores: bool) -> Result<()> {
+        self.table.update(index, |line| self.make_live(line, file, filled, stores))
     }
 
-    fn make_live(&self, line: &mut Line, file: BorrowedFd, filled: Option<Filled>) -> Result<()> {
+    fn make_live(&self, line: &mut Line, file: BorrowedFd, filled: Option<Filled>, stores: bool) -> Result<()> {
         let st = fstat(file)?;
         let mut hole = self.hole(file, 0, st.st_size as u64)?;
+        if stores && hole < st.st_size as u64 {
+            return Err(Errno::OPNOTSUPP);
+        }
         if hole < st.st_size as u64 && Stores::of(file)? == Stores::Memory {
             // Pages that were allocated and not written look like holes.
             match filled {
@@ -310,16 +326,54 @@ impl Passthrough {
 
     /// The first byte between `from` and `size` for which a store may have to find room.
     fn hole(&self, file: BorrowedFd, from: u64, size: u64) -> Result<u64> {
-        match self.settings.writable {
-            Writable::Always => Ok(u64::MAX),
-            // An empty file has no hole, but its file system may be one that never writes in place.
-            Writable::InPlace if !self.writes_in_place(file)? => Ok(0),
-            Writable::InPlace => hole(file, from, size),
+        if self.settings.writable == Writable::Always {
+            return Ok(u64::MAX);
+        }
+        match Stores::of(file)? {
+            Stores::InPlace | Stores::Memory => hole(file, from, size),
+            Stores::Unshared => {
+                let hole = hole(file, from, size)?;
+                Ok(sys::shared(file, from, size).map_or(from, |shared| shared.min(hole)))
+            }
+            Stores::Elsewhere => Ok(from),
         }
     }
 
-    pub(super) fn writes_in_place(&self, file: BorrowedFd) -> Result<bool> {
-        Ok(matches!(Stores::of(file)?, Stores::InPlace | Stores::Memory))
+    /// Whether the guest may ever store to a file of its file system in place. `guarded`: nobody makes it share blocks
+    /// unnoticed.
+    pub(super) fn permits(&self, file: BorrowedFd, guarded: bool) -> Result<bool> {
+        Ok(match (self.settings.writable, Stores::of(file)?) {
+            (Writable::Always, _) | (_, Stores::InPlace | Stores::Memory) => true,
+            (_, Stores::Unshared) => guarded,
+            (_, Stores::Elsewhere) => false,
+        })
+    }
+
+    /// Whether the guest may store to the file in place now, wherever it likes.
+    pub(super) fn is_whole(&self, file: BorrowedFd) -> Result<bool> {
+        let size = fstat(file)?.st_size as u64;
+        Ok(self.permits(file, true)? && self.hole(file, 0, size)? >= size)
+    }
+
+    /// Whether a node's file must not come to share blocks with another.
+    pub(super) fn keeps_blocks(&self, node: u64) -> bool {
+        let is_mapped = |line: &mut Line| line.file.clone().filter(|_| line.state().is_mapped());
+        let file = self.index(node).and_then(|index| self.table.update(index, is_mapped));
+        file.is_some_and(|file| Stores::of(file.as_fd()) == Ok(Stores::Unshared))
+    }
+
+    /// The guest reads or writes an open node's file by a message. If it has no slot, it may get one again.
+    pub fn missed(&self, node: u64) {
+        let Some(index) = self.index(node) else { return };
+        let wants = self.table.update(index, |line| {
+            line.missed += u32::from(line.state() == EntryState::Gone);
+            let wants = line.missed >= MISSED;
+            line.missed %= MISSED;
+            wants
+        });
+        if wants {
+            self.send(SlotJob::Entry(EntryJob::Want, index));
+        }
     }
 
     /// Counts a release of a node. After the last one, its slot is kept.
@@ -493,8 +547,10 @@ impl Passthrough {
             if line.limits.is_empty() {
                 self.resized(line, st.st_size as u64);
             }
-            // Allocated blocks that nobody has written look like a hole. The guest then only has to look again.
-            let hole = self.hole(file, 0, st.st_size as u64).unwrap_or(0);
+            // Allocated blocks that nobody has written look like a hole. The guest then only has to look again. On XFS
+            // the guard reports by itself who comes to share blocks.
+            let in_place = self.settings.writable == Writable::InPlace;
+            let hole = if in_place { hole(file, 0, st.st_size as u64).unwrap_or(0) } else { u64::MAX };
             if hole < line.hole.min(st.st_size as u64) {
                 self.skipped(line, hole);
             }
@@ -508,8 +564,12 @@ impl Passthrough {
     fn resized(&self, line: &mut Line, size: u64) {
         let old = line.entry().size;
         if size > old {
-            // The others may have made it longer by a hole.
-            self.skipped(line, old);
+            // The others may have made it longer by a hole, or appended to it.
+            let found = line.file.as_ref().and_then(|file| self.hole(file.as_fd(), old, size).ok()).unwrap_or(old);
+            match found >= size && line.hole >= old {
+                true => line.hole = line.hole.max(found),
+                false => self.skipped(line, found),
+            }
         }
         resize(line, size);
         if line.entry().size != old {
@@ -590,8 +650,7 @@ fn resize(line: &mut Line, size: u64) {
 /// Lets the guest store to a live entry if no store can fail, and revokes the entry if stores were allowed and may fail
 /// from now on. Whether it revoked.
 fn settle(line: &mut Line) -> bool {
-    // An empty file has no hole, but its file system may be one that never writes in place.
-    let whole = line.hole > 0 && line.hole >= line.entry().size;
+    let whole = line.hole >= line.entry().size;
     match line.state() {
         EntryState::Live { writable: false } if whole => line.step(Change::AllowStores).is_err(),
         EntryState::Live { writable: true } if !whole => line.step(Change::Revoke).is_ok(),
@@ -620,7 +679,7 @@ mod tests {
         pass.on.store(true, Ordering::Release);
         pass.nodes.lock().known.insert(NODE, Node { opens: 1, how: How::Passing(INDEX), released: 0 });
         pass.table.update(INDEX, |line| line.slot = Some((0, RANGE)));
-        let _ = pass.live(INDEX, file.as_fd(), None);
+        let _ = pass.live(INDEX, file.as_fd(), None, false);
         pass
     }
 
@@ -700,9 +759,9 @@ mod tests {
         fallocate(&file, FallocateFlags::KEEP_SIZE, SIZE, SIZE).unwrap();
         let pass = passing(&file);
         assert_eq!(state(&pass), EntryState::Free, "a load from a hole takes memory too");
-        assert_eq!(pass.live(INDEX, file.as_fd(), None), Err(Errno::OPNOTSUPP));
+        assert_eq!(pass.live(INDEX, file.as_fd(), None, false), Err(Errno::OPNOTSUPP));
         file.write_all_at(&vec![b'r'; SIZE as usize], 0).unwrap();
-        pass.live(INDEX, file.as_fd(), None).unwrap();
+        pass.live(INDEX, file.as_fd(), None, false).unwrap();
         assert_eq!(state(&pass), WRITABLE);
     }
 
@@ -712,18 +771,18 @@ mod tests {
         let file = full_file("/dev/shm");
         let pass = passing(&file);
         pass.punching(NODE, 4096, || punch(&file, 4096));
-        assert_eq!(pass.live(INDEX, file.as_fd(), None), Err(Errno::OPNOTSUPP));
+        assert_eq!(pass.live(INDEX, file.as_fd(), None, false), Err(Errno::OPNOTSUPP));
         let filled = pass.fill(INDEX, file.as_fd()).unwrap();
-        pass.live(INDEX, file.as_fd(), Some(filled)).unwrap();
+        pass.live(INDEX, file.as_fd(), Some(filled), false).unwrap();
         assert_eq!(state(&pass), WRITABLE);
         assert_eq!(look(&file).unwrap().1 * 512, SIZE);
         // It does not count if there is another hole by then, or the file is longer.
         let filled = pass.fill(INDEX, file.as_fd()).unwrap();
         pass.punching(NODE, 4096, || punch(&file, 4096));
-        assert_eq!(pass.live(INDEX, file.as_fd(), Some(filled)), Err(Errno::OPNOTSUPP));
+        assert_eq!(pass.live(INDEX, file.as_fd(), Some(filled), false), Err(Errno::OPNOTSUPP));
         let filled = pass.fill(INDEX, file.as_fd()).unwrap();
         file.set_len(2 * SIZE).unwrap();
-        assert_eq!(pass.live(INDEX, file.as_fd(), Some(filled)), Err(Errno::OPNOTSUPP));
+        assert_eq!(pass.live(INDEX, file.as_fd(), Some(filled), false), Err(Errno::OPNOTSUPP));
     }
 
     #[test]

@@ -30,11 +30,16 @@ impl Room {
         Some(at)
     }
 
-    /// Whether there would be a range that is long enough if the one at `at` were free.
-    pub fn would_fit(&self, len: u64, at: u64) -> bool {
-        let mut taken = self.taken.clone();
-        taken.remove(&at);
-        Self { size: self.size, taken }.take(len).is_some()
+    /// Whether there would be a range that is long enough if those at `free` were free.
+    pub fn would_fit(&self, len: u64, free: &[u64]) -> bool {
+        let mut end = 0;
+        for (start, length) in self.taken.iter().filter(|(start, _)| !free.contains(start)) {
+            if start - end >= len {
+                return true;
+            }
+            end = start + length;
+        }
+        self.size - end >= len
     }
 
     pub fn free(&mut self, at: u64) {
@@ -52,7 +57,9 @@ mod tests {
         assert_eq!([4, 4, 4, 2, 1].map(|len| room.take(len)), [Some(0), Some(4), None, Some(8), None]);
         room.free(0);
         assert_eq!([5, 3, 1].map(|len| room.take(len)), [None, Some(0), Some(3)]);
-        assert_eq!([3, 4, 5].map(|len| room.would_fit(len, 4)), [true, true, false]);
+        assert_eq!([3, 4, 5].map(|len| room.would_fit(len, &[4])), [true, true, false]);
+        assert_eq!([3, 4, 8, 10].map(|len| room.would_fit(len, &[8, 4])), [true, true, false, false]);
+        assert_eq!([8, 10, 11].map(|len| room.would_fit(len, &[0, 4, 8, 3])), [true, true, false]);
         room.free(4);
         room.free(3);
         assert_eq!(room.take(5), Some(3));

@@ -6,14 +6,15 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rustix::fs::{FallocateFlags, fallocate, fstat};
+use rustix::fs::fstat;
 use rustix::io::Errno;
 
 use super::jobs::{EntryJob, SlotJob};
-use super::passthrough::{Passthrough, Writable, touch};
+use super::passthrough::{Passthrough, touch};
 use super::proxy::{Kind, errno};
 use super::room::Room;
 use super::shared::{CachedFile, Mapping, ProxyFiles, Shared, Source, TABLE, WHOLE_FILES, write_back};
+use super::space::Stores;
 use super::table::{Change, EntryState};
 use super::{RANGE, table};
 use crate::fuse::ops::Result;
@@ -32,13 +33,61 @@ const PATIENCE: Duration = Duration::from_millis(if cfg!(fuzzing) { 0 } else { 1
 /// host look at it too.
 const TIMES: Duration = Duration::from_secs(5);
 
+/// How long a slot must be unused, by two looks, before it gives way to a file that is opened.
+const IDLE: Duration = Duration::from_secs(if cfg!(fuzzing) { 0 } else { 1 });
+
+/// How long a slot stays at least. Without that, two processes whose files do not fit together could take the slot from
+/// each other before either of them has touched it.
+const STAY: Duration = Duration::from_millis(if cfg!(fuzzing) { 0 } else { 50 });
+
+/// How long an open waits for a slot that another file is to leave. The guest takes milliseconds to let go, or 100 if
+/// no notification tells it.
+const OPENING: Duration = Duration::from_millis(if cfg!(fuzzing) { 0 } else { 1500 });
+
+/// How long the slots that are to become free are waited for before others are taken away too: the guest may hold pages
+/// of one for as long as it likes.
+const STUCK: Duration = Duration::from_secs(1);
+
+/// What [`Slots::reserve`] says if there is no room in the window now, and if there never is.
+const FULL: Errno = Errno::NOBUFS;
+const TOO_LONG: Errno = Errno::FBIG;
+
+/// Who needs a mapping.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Need {
+    /// A node's first open. It has passthrough only if the guest may store to the file.
+    Open,
+    /// A process of the guest, whose page fault waits for it.
+    Fault,
+    /// Nobody waits.
+    Later,
+}
+
+/// Which slots may give way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Whom {
+    /// Those that the guest has not used lately.
+    Idle,
+    /// The least used ones.
+    Any,
+}
+
+/// An entry that waits until other slots are free.
+struct Wanting {
+    index: u32,
+    need: Need,
+    since: Instant,
+}
+
 /// A file in a slot.
 struct Held {
     at: u64,
     len: u64,
     /// The proxy file's number.
     id: u64,
-    real: OwnedFd,
+    /// Since when it is there.
+    since: Instant,
+    real: Arc<OwnedFd>,
     /// The proxy file, open as long as it is mapped: a host process that truncates the real file waits for its end.
     proxy: OwnedFd,
 }
@@ -68,6 +117,8 @@ struct Slot {
     late: Option<Late>,
     /// When to map the file again. It is not sooner, so that a host process that waits sees the end of the mapping.
     not_before: Option<Instant>,
+    /// The guest has not used the slot since then, as far as the daemon has looked.
+    idle: Option<Instant>,
 }
 
 /// Why an entry is revoked.
@@ -77,6 +128,8 @@ enum Why {
     Host(Instant),
     /// The file gets a longer slot.
     Longer,
+    /// Another file gets the slot.
+    Room,
     /// The guest must not store to it any more. The slot stays.
     Downgrade,
 }
@@ -100,20 +153,29 @@ pub struct Slots {
     has_table: bool,
     /// When the files last got their times.
     settled: Instant,
+    /// In the order in which they came.
+    wanting: Vec<Wanting>,
+    /// A slot has become free.
+    freed: bool,
+    /// The entry after which the search for the least used slot goes on.
+    hand: u32,
+    /// The time of this turn.
+    now: Instant,
 }
 
 impl Slots {
     pub fn new(pass: Arc<Passthrough>, shared: Arc<Shared>, files: Arc<dyn ProxyFiles>) -> Self {
         let room = Room::new(pass.size());
-        let (known, pending) = (HashMap::new(), Vec::new());
-        Self { pass, shared, files, room, known, pending, has_table: false, settled: Instant::now() }
+        let (known, pending, wanting, now) = (HashMap::new(), Vec::new(), Vec::new(), Instant::now());
+        let (has_table, freed, hand, settled) = (false, false, 0, now);
+        Self { pass, shared, files, room, known, pending, has_table, settled, wanting, freed, hand, now }
     }
 
     /// How long the mapper may wait for a job before it must call [`look`](Self::look).
     pub fn patience(&self) -> Option<Duration> {
         let waits = self.known.values().any(|slot| slot.late.is_some() || slot.not_before.is_some());
         let holds = self.known.values().any(|slot| slot.held.is_some());
-        match self.pending.is_empty() {
+        match self.pending.is_empty() && self.wanting.is_empty() {
             false => Some(SOON),
             true if waits => Some(LATER),
             true => holds.then(|| TIMES.saturating_sub(self.settled.elapsed())),
@@ -128,12 +190,8 @@ impl Slots {
             SlotJob::Entry(job, index) => match job {
                 EntryJob::Drop => self.drop_slot(index),
                 EntryJob::Downgrade => self.pend(index, Why::Downgrade),
-                EntryJob::Remap => self.lengthen(index),
-                EntryJob::Gone => {
-                    if self.pass.table.entry(index).state == EntryState::Gone {
-                        self.gone(index);
-                    }
-                }
+                EntryJob::Remap => self.lengthen(index, Whom::Idle),
+                EntryJob::Want => self.want_again(index),
             },
         }
     }
@@ -167,20 +225,38 @@ impl Slots {
 
     fn open(&mut self, session: u64, node: u64, index: u32, source: Arc<dyn Source>) {
         let start = Instant::now();
-        self.known.insert(index, Slot { session, node, source, held: None, late: None, not_before: None });
-        let mapped = self.fill(index, false);
+        let (held, late, not_before, idle) = (None, None, None, None);
+        self.known.insert(index, Slot { session, node, source, held, late, not_before, idle });
+        let mapped = self.fill(index, Need::Open);
+        if mapped == Err(FULL) && self.make_room(index, Whom::Idle) {
+            tracing::debug!(node, "another file leaves its slot for one that is opened");
+            return self.wanting.push(Wanting { index, need: Need::Open, since: self.now });
+        }
+        self.decide(index, start, mapped);
+    }
+
+    /// Answers a node's first open.
+    fn decide(&mut self, index: u32, start: Instant, mapped: Result<()>) {
+        let Some((session, node)) = self.known.get(&index).map(|slot| (slot.session, slot.node)) else { return };
         tracing::debug!(node, us = start.elapsed().as_micros(), ?mapped, "passthrough");
         if !self.pass.decide(session, node, index, mapped.is_ok()) {
             self.drop_slot(index);
         }
     }
 
-    /// Maps an entry's file and makes the entry live. `wanted`: a process of the guest waits for it, so the holes of a
-    /// file in memory are to be allocated.
-    fn fill(&mut self, index: u32, wanted: bool) -> Result<()> {
+    /// Maps an entry's file and makes the entry live.
+    ///
+    /// # Errors
+    /// [`FULL`] or [`TOO_LONG`] for want of room in the window; EOPNOTSUPP if its file may not be stored to, or read,
+    /// in place.
+    fn fill(&mut self, index: u32, need: Need) -> Result<()> {
         let slot = self.known.get(&index).ok_or(Errno::STALE)?;
         let (node, source) = (slot.node, slot.source.clone());
-        let real = source.open(true)?;
+        let real = Arc::new(source.open(true)?);
+        // Cheaper than to find out later.
+        if need == Need::Open && !self.pass.is_whole(real.as_fd())? {
+            return Err(Errno::OPNOTSUPP);
+        }
         let id = self.shared.next_id();
         let opened = self.files.open(id, Kind::Through, real.as_fd()).map_err(errno)?;
         // If it fails, a change is noticed when the guest asks for attributes.
@@ -189,13 +265,16 @@ impl Slots {
         if !opened.guarded && source.facts()?.executable {
             return Err(Errno::TXTBSY);
         }
+        if !self.pass.permits(real.as_fd(), opened.guarded)? {
+            return Err(Errno::OPNOTSUPP);
+        }
         // The guard is active now, so the size cannot shrink.
         let (at, len) = self.reserve(fstat(&real)?.st_size as u64)?;
-        self.put(index, node, Held { at, len, id, real, proxy: opened.fd }, wanted)
+        self.put(index, node, Held { at, len, id, since: self.now, real, proxy: opened.fd }, need)
     }
 
-    /// Maps a file into its reserved slot and makes the entry live. `wanted`: see [`fill`](Self::fill).
-    fn put(&mut self, index: u32, node: u64, held: Held, wanted: bool) -> Result<()> {
+    /// Maps a file into its reserved slot and makes the entry live.
+    fn put(&mut self, index: u32, node: u64, held: Held, need: Need) -> Result<()> {
         match self.shared.map(&held.mapping()) {
             Ok(true) => {}
             seen => {
@@ -208,13 +287,15 @@ impl Slots {
         }
         self.pass.table.update(index, |line| {
             line.slot = Some((held.at, held.len));
+            line.file = Some(held.real.clone());
             line.set_node(node);
         });
         let real = held.real.as_fd();
-        let filled = if wanted { self.pass.fill(index, real).map(Some) } else { Ok(None) };
-        let live = filled.and_then(|filled| self.pass.live(index, real, filled));
+        // A process of the guest waits, so the holes of a file in memory are to be allocated.
+        let filled = if need == Need::Fault { self.pass.fill(index, real).map(Some) } else { Ok(None) };
+        let live = filled.and_then(|filled| self.pass.live(index, real, filled, need == Need::Open));
         if let Some(slot) = self.known.get_mut(&index) {
-            (slot.held, slot.not_before) = (Some(held), None);
+            (slot.held, slot.not_before, slot.idle) = (Some(held), None, None);
         }
         if live.is_err() {
             self.gone(index);
@@ -223,7 +304,13 @@ impl Slots {
     }
 
     /// Reserves a slot (offset and length), of the greatest of [`lens`] that there is room for.
+    ///
+    /// # Errors
+    /// [`FULL`]; [`TOO_LONG`] if the file does not fit into the whole window.
     fn reserve(&mut self, size: u64) -> Result<(u64, u64)> {
+        if shortest(size) > self.pass.size() {
+            return Err(TOO_LONG);
+        }
         let lens = lens(size);
         loop {
             let full = self.slots() >= self.pass.settings.slots;
@@ -231,9 +318,127 @@ impl Slots {
             match fits.find_map(|len| Some((self.room.take(len)?, len))) {
                 Some(place) => return Ok(place),
                 None => {
-                    let evicted = self.pass.nodes.lock().evict().ok_or(Errno::NOSPC)?;
+                    let evicted = self.pass.nodes.lock().evict().ok_or(FULL)?;
                     self.drop_slot(evicted);
                 }
+            }
+        }
+    }
+
+    /// Revokes slots of open files so that the file of `index` has room, in addition to its present slot. Whether room
+    /// will come.
+    fn make_room(&mut self, index: u32, whom: Whom) -> bool {
+        if self.room_comes() {
+            return true;
+        }
+        let Some(slot) = self.known.get(&index) else { return false };
+        let Ok(len) = slot.source.facts().map(|facts| shortest(facts.size)) else { return false };
+        let own = slot.held.as_ref().map(|held| held.at);
+        let mut leave: Vec<u32> = Vec::new();
+        let mut enough = false;
+        for candidate in self.candidates(index, whom) {
+            leave.push(candidate);
+            enough = self.has_room_without(len, own, &leave);
+            if enough {
+                break;
+            }
+        }
+        if !enough {
+            return false;
+        }
+        // The last one is needed. Others may have been in vain, since they lie elsewhere.
+        for candidate in leave.clone() {
+            let fewer: Vec<u32> = leave.iter().copied().filter(|leaves| *leaves != candidate).collect();
+            if self.has_room_without(len, own, &fewer) {
+                leave = fewer;
+            }
+        }
+        for leaves in leave {
+            self.hand = leaves;
+            self.pend(leaves, Why::Room);
+        }
+        true
+    }
+
+    /// Whether slots are about to become free.
+    fn room_comes(&self) -> bool {
+        let recent = |p: &Pending| self.now.saturating_duration_since(p.since) < STUCK;
+        self.pending.iter().any(|pending| pending.why == Why::Room && recent(pending))
+    }
+
+    fn has_room_without(&self, len: u64, own: Option<u64>, leave: &[u32]) -> bool {
+        let held = |index| self.known.get(index).and_then(|slot: &Slot| slot.held.as_ref());
+        let free: Vec<u64> = leave.iter().filter_map(held).map(|held| held.at).chain(own).collect();
+        self.slots() < self.pass.settings.slots + free.len() && self.room.would_fit(len, &free)
+    }
+
+    /// The slots that may give way for `index`, the best first.
+    fn candidates(&mut self, index: u32, whom: Whom) -> Vec<u32> {
+        self.look_for_use();
+        let (now, hand) = (self.now, self.hand);
+        let long = |since: Instant, least| now.saturating_duration_since(since) >= least;
+        let may = |(at, slot): &(&u32, &Slot)| {
+            let stayed = slot.held.as_ref().is_some_and(|held| long(held.since, STAY));
+            let idle = slot.idle.is_some_and(|since| long(since, IDLE));
+            **at != index && stayed && (idle || whom == Whom::Any) && self.pass.table.entry(**at).state.is_live()
+        };
+        // First those that were not used since the last look, in turn: so each gets a second chance.
+        let key = |(at, slot): (&u32, &Slot)| (slot.idle.is_none(), *at <= hand, *at);
+        let mut all: Vec<_> = self.known.iter().filter(may).map(key).collect();
+        all.sort_unstable();
+        all.into_iter().map(|(.., at)| at).collect()
+    }
+
+    /// Notes which slots the guest has used since the last look.
+    fn look_for_use(&mut self) {
+        for (index, slot) in self.known.iter_mut().filter(|(_, slot)| slot.held.is_some()) {
+            slot.idle = if self.pass.table.used(*index) { None } else { slot.idle.or(Some(self.now)) };
+        }
+    }
+
+    /// The guest uses a file by messages that has lost its slot.
+    fn want_again(&mut self, index: u32) {
+        let waits = self.known.get(&index).is_none_or(|slot| slot.held.is_some() || slot.late.is_some());
+        let open = self.pass.table.entry(index).state == EntryState::Gone;
+        if waits || !open || self.is_wanting(index) || self.is_kept_away(index) {
+            return;
+        }
+        if self.fill(index, Need::Later) == Err(FULL) && self.make_room(index, Whom::Idle) {
+            self.wanting.push(Wanting { index, need: Need::Later, since: self.now });
+        }
+    }
+
+    fn is_wanting(&self, index: u32) -> bool {
+        self.wanting.iter().any(|wanting| wanting.index == index)
+    }
+
+    /// Whether a file must not be mapped yet.
+    fn is_kept_away(&self, index: u32) -> bool {
+        self.known.get(&index).and_then(|slot| slot.not_before).is_some_and(|at| at > Instant::now())
+    }
+
+    /// Maps files that wait for room.
+    fn serve_wanting(&mut self) {
+        let late = |w: &Wanting| self.now.saturating_duration_since(w.since) >= OPENING;
+        if !std::mem::take(&mut self.freed) && !self.wanting.iter().any(late) {
+            return;
+        }
+        let waits = |slots: &Self, want: &Wanting| {
+            let empty = |slot: &Slot| slot.held.is_none() && slot.late.is_none();
+            slots.known.get(&want.index).is_some_and(empty) && !slots.is_kept_away(want.index)
+        };
+        for want in std::mem::take(&mut self.wanting) {
+            if want.need != Need::Open && !waits(self, &want) {
+                continue;
+            }
+            let mapped = self.fill(want.index, want.need);
+            let patient = self.now.saturating_duration_since(want.since) < OPENING;
+            match mapped {
+                Err(FULL) if patient && self.room_comes() => self.wanting.push(want),
+                mapped if want.need == Need::Open => self.decide(want.index, want.since, mapped),
+                Ok(()) => {}
+                // A guest that still wants it asks again.
+                Err(errno) => tracing::debug!(want.index, "still not mapped: {errno}"),
             }
         }
     }
@@ -246,6 +451,7 @@ impl Slots {
     /// Ends what belongs to an entry without opens.
     fn drop_slot(&mut self, index: u32) {
         self.give_up(index);
+        self.wanting.retain(|wanting| wanting.index != index);
         drop(self.empty(index));
         self.end_late(index);
         let Some(slot) = self.known.remove(&index) else { return };
@@ -253,7 +459,7 @@ impl Slots {
         let mut nodes = self.pass.nodes.lock();
         if slot.session == nodes.session {
             self.pass.table.update(index, |line| {
-                line.slot = None;
+                (line.slot, line.file) = (None, None);
                 let _ = line.step(Change::Release);
             });
         }
@@ -270,8 +476,13 @@ impl Slots {
         let slot = self.known.get_mut(&index)?;
         let (node, held) = (slot.node, slot.held.take()?);
         self.unmap(index, node, &held);
-        self.room.free(held.at);
+        self.free(held.at);
         Some(held)
+    }
+
+    fn free(&mut self, at: u64) {
+        self.room.free(at);
+        self.freed = true;
     }
 
     fn unmap(&self, index: u32, node: u64, held: &Held) {
@@ -289,6 +500,8 @@ impl Slots {
             return;
         }
         self.settled = now;
+        // A file that is opened later then need not wait for a second look.
+        self.look_for_use();
         let held = self.known.iter().filter_map(|(&index, slot)| Some((index, slot.node, slot.held.as_ref()?)));
         held.for_each(|(index, node, held)| self.settle_times_of(index, node, held));
     }
@@ -301,7 +514,7 @@ impl Slots {
             self.shared.unmap(&Mapping::whole(WHOLE_FILES, late.at, late.len, file.as_fd()));
             write_back(file.as_fd(), &*slot.source);
         }
-        self.room.free(late.at);
+        self.free(late.at);
     }
 
     /// The slot that has this proxy file.
@@ -341,12 +554,12 @@ impl Slots {
                 (Why::Downgrade, _) => Ok(()),
                 // An open that is about to make it live finds no slot.
                 (Why::Host(_), EntryState::Free) => line.step(Change::Withdraw),
-                (Why::Host(_) | Why::Longer, _) => line.step(Change::Revoke),
+                (Why::Host(_) | Why::Longer | Why::Room, _) => line.step(Change::Revoke),
             };
             line.entry()
         });
         if entry.state.is_revoking() {
-            self.pending.push(Pending { index, generation: entry.generation, why, since: Instant::now() });
+            self.pending.push(Pending { index, generation: entry.generation, why, since: self.now });
         } else if matches!(why, Why::Host(_)) {
             self.gone(index);
         }
@@ -368,25 +581,29 @@ impl Slots {
         debug_assert!(done.is_ok(), "a live entry loses its slot");
     }
 
-    /// Revokes the entry of a file that has outgrown its slot, if there is room for a longer one.
-    fn lengthen(&mut self, index: u32) {
+    /// Revokes the entry of a file that has outgrown its slot, if there is room for a longer one. `whom`: who gives way
+    /// for it.
+    fn lengthen(&mut self, index: u32, whom: Whom) {
         let Some(held) = self.known.get(&index).and_then(|slot| slot.held.as_ref()) else { return };
         let entry = self.pass.table.entry(index);
         let (at, len) = (held.at, held.len);
-        if entry.size <= len || !entry.state.is_live() {
+        if entry.size <= len || !entry.state.is_live() || shortest(entry.size) > self.pass.size() {
             return;
         }
-        let lens = lens(entry.size);
-        while !lens.into_iter().flatten().any(|len| self.room.would_fit(len, at)) {
-            let Some(evicted) = self.pass.nodes.lock().evict() else { return };
+        while !self.room.would_fit(shortest(entry.size), &[at]) {
+            let Some(evicted) = self.pass.nodes.lock().evict() else {
+                // The next one who asks finds the room.
+                self.make_room(index, whom);
+                return;
+            };
             self.drop_slot(evicted);
         }
         self.pend(index, Why::Longer);
     }
 
     /// Looks for acknowledgements, and does what is due.
-    pub fn look(&mut self, now: Instant) {
-        self.settle_times(now);
+    pub fn look(&mut self) {
+        self.settle_times(self.now);
         let done: Vec<(u32, Why, bool)> = self
             .pending
             .iter()
@@ -403,16 +620,28 @@ impl Slots {
             self.pending.retain(|pending| pending.index != index);
             self.finish(index, why, acknowledged);
         }
+        self.serve_wanting();
         self.look_later();
+    }
+
+    /// A turn of the mapper begins.
+    pub fn begin(&mut self, now: Instant) {
+        self.now = now;
     }
 
     fn finish(&mut self, index: u32, why: Why, acknowledged: bool) {
         match why {
             Why::Host(_) if acknowledged => self.gone(index),
             Why::Host(_) => self.replace(index),
+            Why::Room => {
+                self.gone(index);
+                if let Some(slot) = self.known.get_mut(&index) {
+                    slot.not_before = None;
+                }
+            }
             Why::Downgrade => {
                 let Some(real) = self.known.get(&index).and_then(|slot| slot.held.as_ref()) else { return };
-                if self.pass.live(index, real.real.as_fd(), None).is_err() {
+                if self.pass.live(index, real.real.as_fd(), None, false).is_err() {
                     self.gone(index);
                 }
             }
@@ -425,9 +654,11 @@ impl Slots {
         let moved = self.known.get_mut(&index).and_then(|slot| Some((slot.node, slot.held.take()?)));
         let Some((node, held)) = moved else { return };
         self.unmap(index, node, &held);
-        self.room.free(held.at);
+        self.free(held.at);
         let size = self.pass.table.entry(index).size;
-        let put = self.reserve(size).and_then(|(at, len)| self.put(index, node, Held { at, len, ..held }, false));
+        let since = self.now;
+        let held = |(at, len)| Held { at, len, since, ..held };
+        let put = self.reserve(size).map(held).and_then(|held| self.put(index, node, held, Need::Later));
         if let Err(errno) = put {
             tracing::debug!(node, "not mapped again: {errno}");
             self.gone(index);
@@ -474,7 +705,7 @@ impl Slots {
         };
         let due: Vec<u32> = self.known.iter().filter(|(_, slot)| due(slot)).map(|(index, _)| *index).collect();
         for index in due {
-            let again = match self.fill(index, false) {
+            let again = match self.fill(index, Need::Later) {
                 // The truncation is still in progress.
                 Err(Errno::BUSY) => Some(Instant::now() + LATER),
                 done => done.inspect_err(|errno| tracing::debug!("not mapped again: {errno}")).ok().and(None),
@@ -486,26 +717,52 @@ impl Slots {
     }
 
     /// Answers a SETUPMAPPING.
+    ///
+    /// # Errors
+    /// EAGAIN: the guest is to ask again. ENOSPC if the file is longer than the window or the disk is full. EFAULT past
+    /// the end of the file, EBADF without an open, EINVAL. EIO otherwise.
     fn ask(&mut self, node: u64, from: u64, len: u64, writable: bool) -> Result<()> {
+        let end = from.checked_add(len).ok_or(Errno::INVAL)?;
         let index = self.pass.nodes.lock().index(node).ok_or(Errno::BADF)?;
         let slot = self.known.get(&index).ok_or(Errno::AGAIN)?;
-        let end = from.checked_add(len).ok_or(Errno::INVAL)?;
         let entry = self.pass.table.entry(index);
-        if entry.state.is_revoking() || slot.late.is_some() || slot.not_before.is_some_and(|at| at > Instant::now()) {
+        let opening = self.wanting.iter().any(|wanting| wanting.index == index && wanting.need == Need::Open);
+        if entry.state.is_revoking() || slot.late.is_some() || self.is_kept_away(index) || opening {
             return Err(Errno::AGAIN);
         }
-        if !entry.state.is_live() {
-            if slot.held.is_some() {
-                // An open is about to make it live, or could not: then the slot is emptied first.
-                return Err(Errno::AGAIN);
-            }
-            self.fill(index, true).map_err(|errno| match errno {
-                Errno::NOSPC | Errno::BUSY | Errno::TIMEDOUT => Errno::AGAIN,
-                other => other,
-            })?;
+        if entry.state.is_live() {
             return self.ask_live(index, end, writable);
         }
-        self.ask_live(index, end, writable)
+        if slot.held.is_some() {
+            // An open is about to make it live, or could not: then the slot is emptied first.
+            return Err(Errno::AGAIN);
+        }
+        match self.fill(index, Need::Fault) {
+            Ok(()) => self.ask_live(index, end, writable),
+            Err(FULL) => {
+                if self.make_room(index, Whom::Any) && !self.is_wanting(index) {
+                    self.wanting.push(Wanting { index, need: Need::Fault, since: self.now });
+                }
+                Err(Errno::AGAIN)
+            }
+            Err(TOO_LONG | Errno::NOSPC | Errno::DQUOT) => Err(Errno::NOSPC),
+            // A truncation is under way; the frontend does not answer; a process of the host executes the file, or has a
+            // lease; a hole came meanwhile; for want of memory or descriptors.
+            Err(
+                Errno::BUSY
+                | Errno::TIMEDOUT
+                | Errno::TXTBSY
+                | Errno::AGAIN
+                | Errno::OPNOTSUPP
+                | Errno::NOMEM
+                | Errno::MFILE
+                | Errno::NFILE,
+            ) => Err(Errno::AGAIN),
+            Err(errno) => {
+                tracing::debug!(node, "a fault of the guest fails: {errno}");
+                Err(Errno::IO)
+            }
+        }
     }
 
     fn ask_live(&mut self, index: u32, end: u64, writable: bool) -> Result<()> {
@@ -515,7 +772,10 @@ impl Slots {
                 // Beyond the end of the file.
                 return Err(Errno::FAULT);
             }
-            self.lengthen(index);
+            if shortest(entry.size) > self.pass.size() {
+                return Err(Errno::NOSPC);
+            }
+            self.lengthen(index, Whom::Any);
             return Err(Errno::AGAIN);
         }
         match writable && !entry.state.is_writable() {
@@ -524,17 +784,17 @@ impl Slots {
         }
     }
 
-    /// Allocates the file's holes, so that no store to it can fail for want of space.
+    /// Allocates the file's holes, and blocks of its own where it shares some, so that no store to it can fail for want
+    /// of space. The entry has one flag for the whole file, so a part would not do.
     fn fill_holes(&mut self, index: u32) -> Result<()> {
         let held = self.known.get(&index).and_then(|slot| slot.held.as_ref()).ok_or(Errno::AGAIN)?;
-        if self.pass.settings.writable == Writable::InPlace && !self.pass.writes_in_place(held.real.as_fd())? {
-            return Err(Errno::OPNOTSUPP);
-        }
         let (since, real) = (self.pass.holes(index), held.real.as_fd());
         let size = fstat(real)?.st_size as u64;
-        if size > 0 {
-            fallocate(real, FallocateFlags::KEEP_SIZE, 0, size)?;
-        }
+        let allocated = Stores::of(real)?.allocate(&held.real, 0, size);
+        allocated.map_err(|errno| match errno {
+            Errno::NOSPC | Errno::DQUOT => Errno::NOSPC,
+            _ => Errno::IO,
+        })?;
         self.pass.allocated(&since, real, 0, size.max(1));
         if self.pass.table.entry(index).state.is_writable() { Ok(()) } else { Err(Errno::AGAIN) }
     }
@@ -544,4 +804,9 @@ impl Slots {
 /// nothing.
 fn lens(size: u64) -> [Option<u64>; 3] {
     [size, size / 8, 0].map(|more| size.checked_add(more)?.max(1).checked_next_multiple_of(RANGE))
+}
+
+/// The least of them.
+fn shortest(size: u64) -> u64 {
+    size.max(1).checked_next_multiple_of(RANGE).unwrap_or(u64::MAX)
 }

@@ -39,7 +39,7 @@ impl Stores {
     }
 
     /// Allocates blocks for a part of a file that it shares with no other file.
-    fn allocate(self, file: &OwnedFd, from: u64, end: u64) -> Result<()> {
+    pub fn allocate(self, file: &OwnedFd, from: u64, end: u64) -> Result<()> {
         if from >= end {
             return Ok(());
         }

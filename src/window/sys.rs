@@ -13,6 +13,71 @@ struct BackingMap {
     padding: u64,
 }
 
+/// struct fiemap_extent of include/uapi/linux/fiemap.h.
+#[derive(Clone, Copy, Default)]
+#[repr(C)]
+struct Extent {
+    logical: u64,
+    physical: u64,
+    length: u64,
+    reserved64: [u64; 2],
+    flags: u32,
+    reserved: [u32; 3],
+}
+
+/// Extents of one call.
+const EXTENTS: usize = 64;
+
+/// struct fiemap of include/uapi/linux/fiemap.h, with its extents.
+#[repr(C)]
+struct Fiemap {
+    head: FiemapHead,
+    extents: [Extent; EXTENTS],
+}
+
+#[repr(C)]
+struct FiemapHead {
+    start: u64,
+    length: u64,
+    flags: u32,
+    mapped: u32,
+    count: u32,
+    reserved: u32,
+}
+
+/// FS_IOC_FIEMAP of include/uapi/linux/fs.h.
+pub const FIEMAP: Opcode = opcode::read_write::<FiemapHead>(b'f', 11);
+
+/// FIEMAP_EXTENT_LAST and FIEMAP_EXTENT_SHARED.
+const LAST: u32 = 1;
+const SHARED: u32 = 0x2000;
+
+/// The first byte from `from` on, up to `end`, that the file shares with another one, or from which on it is not known.
+/// Looks at no more than so many extents: 4096 take a millisecond or so, and a file of more pieces is rare.
+pub fn shared(file: BorrowedFd, from: u64, end: u64) -> io::Result<u64> {
+    let mut at = from;
+    for _ in 0..64 {
+        if at >= end {
+            return Ok(end);
+        }
+        let (flags, mapped, count) = (0, 0, EXTENTS as u32);
+        let head = FiemapHead { start: at, length: end - at, flags, mapped, count, reserved: 0 };
+        let mut map = Fiemap { head, extents: [Extent::default(); EXTENTS] };
+        // SAFETY: the request writes at most `count` extents after the head.
+        check(unsafe { libc::ioctl(file.as_raw_fd(), FIEMAP.into(), &raw mut map) })?;
+        let extents = &map.extents[..EXTENTS.min(map.head.mapped as usize)];
+        let Some(last) = extents.last() else { return Ok(end) };
+        if let Some(extent) = extents.iter().find(|extent| extent.flags & SHARED != 0) {
+            return Ok(extent.logical.clamp(from, end));
+        }
+        if last.flags & LAST != 0 {
+            return Ok(end);
+        }
+        at = last.logical.saturating_add(last.length).max(at + 1);
+    }
+    Ok(at.min(end))
+}
+
 /// FUSE_DEV_IOC_MAGIC of include/uapi/linux/fuse.h.
 const FUSE: u8 = 229;
 /// FUSE_DEV_IOC_BACKING_OPEN.

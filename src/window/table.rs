@@ -2,7 +2,7 @@
 //! format.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, Ordering, fence};
 use std::sync::{Arc, OnceLock};
 
@@ -165,6 +165,10 @@ pub struct Line {
     pub holes: u64,
     /// The file's blocks when the daemon last looked, in units of 512 bytes as statx(2) counts them.
     pub blocks: u64,
+    /// The file in the slot. It is looked at for holes.
+    pub file: Option<Arc<OwnedFd>>,
+    /// Messages that took the place of an access to the slot, since the guest has none.
+    pub missed: u32,
     /// Sizes to which truncations under way cut the file.
     pub limits: Vec<u64>,
     /// The guest was allowed to store to the node's file.
@@ -196,7 +200,7 @@ impl Line {
             Change::Withdraw | Change::Seize => {
                 let stores = change == Change::Seize && self.state() == (EntryState::Revoking { writable: true });
                 self.entry.lost = self.entry.lost.wrapping_add(stores.into());
-                self.slot = None;
+                (self.slot, self.file) = (None, None);
                 (self.entry.offset, self.entry.length) = (0, 0);
             }
             Change::AllowStores => self.stores = true,
@@ -325,7 +329,6 @@ impl Table {
     }
 
     /// Whether the guest says that it has used the slot since the last call.
-    #[cfg(test)]
     pub fn used(&self, index: u32) -> bool {
         self.take(index, USED)
     }

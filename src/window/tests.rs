@@ -4,6 +4,7 @@ use std::io::{Read, Write};
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::mpsc;
+use std::task::Poll;
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use parking_lot::Mutex;
@@ -306,9 +307,33 @@ impl Stepped {
 
     /// The guest opens a file. Its entry, once the mapper has decided.
     fn open(&mut self, node: u64, file: &std::fs::File) -> Option<u32> {
+        self.open_at(node, file, Instant::now())
+    }
+
+    fn open_at(&mut self, node: u64, file: &std::fs::File, now: Instant) -> Option<u32> {
         let told = self.opening(node, file);
-        while self.rig.turn() {}
+        self.turns(now);
         told.try_recv().unwrap().unwrap()
+    }
+
+    fn turns(&mut self, now: Instant) {
+        while self.rig.turn_at(now) {}
+    }
+
+    /// A fault of the guest.
+    fn ask(&mut self, node: u64, now: Instant) -> Result<()> {
+        let (send, receive) = mpsc::channel();
+        self.rig.pass().ask(node, 0, 4096, true, Box::new(move |result| send.send(result).unwrap()));
+        self.turns(now);
+        receive.try_recv().unwrap()
+    }
+
+    fn state(&self, index: u32) -> doors::EntryState {
+        self.rig.table().entry(index).state
+    }
+
+    fn acknowledge(&self, index: u32) {
+        self.word(index, 0, self.rig.table().entry(index).generation);
     }
 
     fn opening(&mut self, node: u64, file: &std::fs::File) -> mpsc::Receiver<Result<Option<u32>>> {
@@ -368,6 +393,159 @@ fn what_the_guest_stores_moves_the_times_now_and_then_and_when_the_slot_goes() {
     window.rig.pass().forget(7);
     window.rig.turn_at(now);
     assert!(!is_old());
+}
+
+const LIVE: doors::EntryState = doors::EntryState::Live { writable: true };
+const REVOKING: doors::EntryState = doors::EntryState::Revoking { writable: true };
+const SECOND: Duration = Duration::from_secs(1);
+
+#[test]
+fn an_idle_slot_gives_way_to_a_file_that_is_opened() {
+    let mut window = Stepped::new(4 * RANGE, 2);
+    let mut now = Instant::now();
+    let (busy, idle) = (full_file(5000), full_file(5000));
+    let (busy, idle) = (window.open_at(7, &busy, now).unwrap(), window.open_at(8, &idle, now).unwrap());
+    // One look is not enough.
+    assert_eq!(window.open_at(9, &full_file(5000), now), None);
+    now += SECOND - Duration::from_millis(1);
+    window.word(busy, 2, 1);
+    assert_eq!(window.open_at(10, &full_file(5000), now), None);
+    now += SECOND / 2;
+    window.word(busy, 2, 1);
+    let told = window.opening(11, &full_file(5000));
+    window.turns(now);
+    assert!(told.try_recv().is_err(), "it waits");
+    assert_eq!((window.state(busy), window.state(idle)), (LIVE, REVOKING));
+    // So does the next one. It takes no other slot meanwhile.
+    let next = window.opening(12, &full_file(5000));
+    window.turns(now);
+    assert_eq!((window.state(busy), next.try_recv().is_err()), (LIVE, true));
+    window.acknowledge(idle);
+    window.turns(now);
+    let new = told.try_recv().unwrap().unwrap().unwrap();
+    assert_eq!((window.state(idle), window.state(new)), (doors::EntryState::Gone, LIVE));
+    assert_eq!(next.try_recv().unwrap().unwrap(), None, "there was one");
+    assert_eq!(window.rig.live(), [0, 2, 1]);
+    // The node's other opens have the entry that it has lost the slot of.
+    assert_eq!(window.rig.pass().open(8, full_file(1).as_fd(), None), Poll::Ready(Some(idle)));
+    // A guest that does not let go: the open is by messages.
+    now += SECOND;
+    window.rig.turn_at(now);
+    for used in [busy, new] {
+        window.word(used, 2, 1);
+    }
+    assert_eq!(window.open_at(13, &full_file(5000), now), None);
+    now += SECOND;
+    assert_eq!(window.open_at(14, &full_file(5000), now), None);
+    now += SECOND;
+    let told = window.opening(15, &full_file(5000));
+    window.turns(now);
+    assert!(told.try_recv().is_err());
+    window.turns(now + SECOND);
+    assert!(told.try_recv().is_err());
+    window.turns(now + 2 * SECOND);
+    assert_eq!(told.try_recv().unwrap().unwrap(), None);
+}
+
+#[test]
+fn a_fault_is_always_served() {
+    let mut window = Stepped::new(4 * RANGE, 1);
+    let mut now = Instant::now();
+    let (one, two) = (full_file(5000), full_file(5000));
+    let first = window.open_at(1, &one, now).unwrap();
+    window.turns(now);
+    assert_eq!(window.open_at(3, &full_file(5000), now), None);
+    now += SECOND;
+    let told = window.opening(2, &two);
+    window.turns(now);
+    window.acknowledge(first);
+    window.turns(now);
+    let second = told.try_recv().unwrap().unwrap().unwrap();
+    // Both are open, and there is one slot. It stays for a moment.
+    let nodes = [(1, first, second), (2, second, first)];
+    for (node, index, other) in nodes.into_iter().cycle().take(6) {
+        assert_eq!((window.state(index), window.state(other)), (doors::EntryState::Gone, LIVE));
+        assert_eq!((window.ask(node, now), window.state(other)), (Err(Errno::AGAIN), LIVE));
+        now += SECOND / 20;
+        window.word(other, 2, 1);
+        assert_eq!((window.ask(node, now), window.state(other)), (Err(Errno::AGAIN), REVOKING));
+        assert_eq!(window.ask(node, now), Err(Errno::AGAIN));
+        window.acknowledge(other);
+        window.turns(now);
+        assert_eq!((window.ask(node, now), window.state(index)), (Ok(()), LIVE));
+        assert_eq!(window.rig.live(), [0, 1, 1]);
+    }
+    // It never fits.
+    one.set_len(5 * RANGE).unwrap();
+    now += SECOND;
+    assert_eq!((window.ask(1, now), window.state(second)), (Err(Errno::NOSPC), LIVE));
+    assert_eq!((window.ask(2, now), window.ask(3, now)), (Ok(()), Err(Errno::BADF)));
+}
+
+#[test]
+fn the_least_used_slot_gives_way_to_a_fault_and_no_more_than_needed() {
+    let mut window = Stepped::new(8 * RANGE, 7);
+    let mut now = Instant::now();
+    // Each takes two ranges, but for the last.
+    let files: Vec<_> = (0..4).map(|_| full_file(RANGE as usize - 1)).collect();
+    let all: Vec<u32> = (0..4).map(|n| window.open_at(n, &files[n as usize], now).unwrap()).collect();
+    let states = |window: &Stepped| all.iter().map(|index| window.state(*index)).collect::<Vec<_>>();
+    window.rig.turn_at(now);
+    now += SECOND;
+    // Three are in use, and the other gives way to a file that is opened.
+    for n in [0, 1, 3] {
+        window.word(all[n], 2, 1);
+    }
+    assert_eq!(window.open_at(9, &full_file(2 * RANGE as usize), now), None);
+    now += SECOND;
+    for n in [0, 1, 3] {
+        window.word(all[n], 2, 1);
+    }
+    let told = window.opening(10, &full_file(2 * RANGE as usize));
+    window.turns(now);
+    assert_eq!(states(&window), [LIVE, LIVE, REVOKING, LIVE]);
+    window.acknowledge(all[2]);
+    window.turns(now);
+    let tenth = told.try_recv().unwrap().unwrap().unwrap();
+    now += SECOND;
+    // A fault of the third: the second one was not used since.
+    for index in [all[0], all[3], tenth] {
+        window.word(index, 2, 1);
+    }
+    assert_eq!(window.ask(2, now), Err(Errno::AGAIN));
+    assert_eq!(states(&window), [LIVE, REVOKING, doors::EntryState::Gone, LIVE]);
+    window.acknowledge(all[1]);
+    window.turns(now);
+    assert_eq!(window.ask(2, now), Ok(()));
+    assert_eq!(states(&window), [LIVE, doors::EntryState::Gone, LIVE, LIVE]);
+    // A file that is used by messages gets a slot again if one is idle.
+    now += SECOND;
+    window.rig.turn_at(now);
+    let read = |window: &mut Stepped, now| {
+        for _ in 0..16 {
+            window.rig.pass().missed(1);
+        }
+        window.turns(now);
+    };
+    for index in [all[0], all[2], all[3], tenth] {
+        window.word(index, 2, 1);
+    }
+    read(&mut window, now);
+    assert_eq!(states(&window), [LIVE, doors::EntryState::Gone, LIVE, LIVE]);
+    now += SECOND;
+    for index in [all[0], all[2], tenth] {
+        window.word(index, 2, 1);
+    }
+    read(&mut window, now);
+    now += SECOND;
+    for index in [all[0], all[2], tenth] {
+        window.word(index, 2, 1);
+    }
+    read(&mut window, now);
+    assert_eq!(states(&window), [LIVE, doors::EntryState::Gone, LIVE, REVOKING]);
+    window.acknowledge(all[3]);
+    window.turns(now);
+    assert_eq!(states(&window), [LIVE, LIVE, LIVE, doors::EntryState::Gone]);
 }
 
 #[test]
