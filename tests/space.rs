@@ -25,10 +25,10 @@ use thruway::fuse::Server;
 use thruway::fuse::abi::*;
 use thruway::sandbox::seccomp;
 use thruway::window::proxy::{self, Guard, GuardMode};
-use thruway::window::{RANGE, Window};
+use thruway::window::{RANGE, Settings, Window, Writable};
 use thruway_bench::frontend::{Frontend, Mapped, Options, Window as Region};
-use vm_memory::FileOffset;
 use vm_memory::mmap::MmapRegion;
+use vm_memory::{Bytes, FileOffset, VolatileMemory};
 use zerocopy::{FromBytes, IntoBytes};
 
 type Test = fn(&str);
@@ -42,6 +42,11 @@ const TESTS: &[(&str, Test)] = &[
     ("another_daemon_takes_no_blocks", another_daemon_takes_no_blocks),
     ("what_is_immutable_is_not_stored_to", what_is_immutable_is_not_stored_to),
     ("a_disk_without_writing_is_read_in_place", a_disk_without_writing_is_read_in_place),
+    ("what_passes_is_stored_to_on_a_full_disk", what_passes_is_stored_to_on_a_full_disk),
+    (
+        "a_clone_ends_stores_in_place_until_the_guest_wants_them",
+        a_clone_ends_stores_in_place_until_the_guest_wants_them,
+    ),
 ];
 
 /// ext2 stands for file systems that cannot allocate in advance.
@@ -58,6 +63,7 @@ fn main() -> ExitCode {
     match args.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["--run", name, disk] => TESTS.iter().find(|(n, _)| *n == name).unwrap().1(disk),
         ["--daemon", share, socket] => daemon(share, socket),
+        ["--clone", from, to] => clone(from, to),
         _ => return run_disks(args.iter().find(|arg| !arg.starts_with('-')).map_or("", String::as_str)),
     }
     ExitCode::SUCCESS
@@ -77,6 +83,14 @@ fn run_disks(filter: &str) -> ExitCode {
         run.args(["--mount", "--propagation=private"]);
         run.arg(this(&[]).get_program()).args(["--run", name, disk]).status().unwrap()
     })
+}
+
+/// A process of the host that copies a file so that both share the blocks.
+fn clone(from: &str, to: &str) {
+    // As in tests/passthrough.rs: this process has inherited the mapping that must go.
+    // SAFETY: nothing in this process uses these descriptors.
+    assert_eq!(unsafe { libc::close_range(3, u32::MAX, 0) }, 0);
+    sh(&format!("cp --reflink=always {from} {to}"));
 }
 
 fn sh(command: &str) {
@@ -196,13 +210,22 @@ struct Guest {
 
 impl Guest {
     fn new(disk: &Disk) -> Self {
+        Self::with(disk, SIZE, None)
+    }
+
+    /// A guest with window passthrough.
+    fn passing(disk: &Disk) -> Self {
+        Self::with(disk, 0, Some(Settings { size: 2 * SIZE, slots: 8, writable: Writable::InPlace }))
+    }
+
+    fn with(disk: &Disk, dax: u64, passthrough: Option<Settings>) -> Self {
         // By a process of one thread.
         let proxy = proxy::start(GuardMode::Fanotify, seccomp::Action::Kill).unwrap_or_else(|e| skip(e));
         if disk.kind != "tmpfs" && *proxy.guard() != Guard::On {
             skip(proxy.guard());
         }
         let root = rustix::fs::open(disk.path("."), OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap();
-        let window = Window::new(SIZE, None, Arc::new(proxy)).unwrap();
+        let window = Window::new(dax, passthrough, Arc::new(proxy)).unwrap();
         let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), Config::default()).unwrap();
         let fs = fs.with_window(Some(window.clone()));
         let socket = tempfile::tempdir().unwrap();
@@ -231,9 +254,44 @@ impl Guest {
     }
 
     fn open(&self, node: u64) -> u64 {
+        self.open_passing(node).0
+    }
+
+    /// The handle, and the index if it has passthrough.
+    fn open_passing(&self, node: u64) -> (u64, Option<u32>) {
         let open = OpenIn { flags: libc::O_RDWR as u32, open_flags: 0 };
         let out = self.call(Opcode::Open, node, open.as_bytes(), size_of::<OpenOut>()).unwrap();
-        OpenOut::read_from_bytes(&out).unwrap().fh
+        let out = OpenOut::read_from_bytes(&out).unwrap();
+        let passes = out.open_flags & OpenFlags::PASSTHROUGH.bits() != 0;
+        (out.fh, passes.then_some(out.backing_id as u32))
+    }
+
+    /// The passthrough window's table.
+    fn table(&self) -> MmapRegion {
+        let mapped = self.region.as_ref().unwrap().mapped_in(2)[&0].clone();
+        let file = FileOffset::new(File::from(mapped.file.try_clone().unwrap()), mapped.from);
+        let prot = libc::PROT_READ | libc::PROT_WRITE;
+        MmapRegion::build(Some(file), mapped.len as usize, prot, libc::MAP_SHARED).unwrap()
+    }
+
+    /// Flags and offset of an entry of the table.
+    fn slot(&self, index: u32) -> (u32, u64) {
+        let (table, at) = (self.table(), 64 * index as usize);
+        let table = table.as_volatile_slice();
+        (table.read_obj(at + 4).unwrap(), table.read_obj(at + 8).unwrap())
+    }
+
+    fn acknowledge(&self, index: u32) {
+        let table = self.table();
+        let table = table.as_volatile_slice();
+        let generation: u32 = table.read_obj(64 * index as usize + 48).unwrap();
+        table.write_obj(generation, 64 * 4096 + 16 * index as usize).unwrap();
+    }
+
+    fn ask(&self, node: u64, fh: u64, write: bool) -> Result<(), i32> {
+        let flags = SETUPMAPPING_PASSTHROUGH | if write { SETUPMAPPING_WRITE } else { 0 };
+        let args = SetupmappingIn { fh, len: LEN, flags, ..Default::default() };
+        self.call(Opcode::Setupmapping, node, args.as_bytes(), 0).map(drop)
     }
 
     /// As Linux does: one range, at the same place of the window.
@@ -271,7 +329,15 @@ impl Guest {
 
     /// The signal that the frontend gets when the guest touches each page of this part of a range, if any.
     fn touch(&self, range: u64, len: u64, write: bool) -> Option<i32> {
-        let mapped = self.mapped()[&(range * RANGE)].clone();
+        Self::touch_mapped(&self.mapped()[&(range * RANGE)], len, write)
+    }
+
+    /// The same of a file that passes.
+    fn touch_slot(&self, index: u32, len: u64, write: bool) -> Option<i32> {
+        Self::touch_mapped(&self.region.as_ref().unwrap().mapped_in(1)[&self.slot(index).1], len, write)
+    }
+
+    fn touch_mapped(mapped: &Mapped, len: u64, write: bool) -> Option<i32> {
         let file = FileOffset::new(File::from(mapped.file.try_clone().unwrap()), mapped.from);
         let (prot, len) = (libc::PROT_READ | libc::PROT_WRITE, len as usize);
         let memory: MmapRegion = MmapRegion::build(Some(file), len, prot, libc::MAP_SHARED).unwrap();
@@ -468,6 +534,94 @@ fn a_disk_without_writing_is_read_in_place(kind: &str) {
     assert_eq!(guest.map(node, 0, true), Err(libc::EROFS));
     guest.map(node, 0, false).unwrap();
     assert_eq!(guest.touch(0, RANGE, false), None);
+}
+
+const VALID: u32 = 1;
+const WRITABLE: u32 = 2;
+const REVOKED: u32 = 4;
+
+fn what_passes_is_stored_to_on_a_full_disk(kind: &str) {
+    let disk = Disk::new(kind);
+    let guest = Guest::passing(&disk);
+    for (name, filled) in [("whole", LEN), ("sparse", RANGE / 2), ("shared", LEN)] {
+        disk.file(name, filled, LEN);
+    }
+    let shares = disk.kind.starts_with("xfs") || disk.kind == "btrfs";
+    if shares {
+        sh(&format!("cp --reflink=always {0}/shared {0}/copy", disk.path(".").display()));
+    }
+    let nodes = ["whole", "sparse", "shared"].map(|name| guest.lookup(name));
+    let opened = nodes.map(|node| guest.open_passing(node));
+    let passes = opened.map(|(_, index)| index.is_some());
+    assert_eq!(passes, [disk.stores_in_place(), false, !shares]);
+    disk.fill();
+    for index in opened.into_iter().filter_map(|(_, index)| index) {
+        assert_eq!(guest.slot(index).0, VALID | WRITABLE);
+        assert_eq!(guest.touch_slot(index, LEN, true), None);
+    }
+    if let [(fh, Some(index)), (out, None), _] = opened {
+        // A hole that comes later: the guest may read, and stores if there is room.
+        let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        fs::remove_file(disk.path("filler")).unwrap();
+        guest.fallocate(nodes[0], fh, punch, RANGE, RANGE).unwrap();
+        disk.fill();
+        assert_eq!(guest.slot(index).0, VALID | WRITABLE | REVOKED);
+        guest.acknowledge(index);
+        let until = Instant::now() + Duration::from_secs(20);
+        while guest.slot(index).0 & (VALID | REVOKED) != VALID && kind != "tmpfs" && Instant::now() < until {
+            sleep(Duration::from_millis(1));
+        }
+        if kind == "tmpfs" {
+            return;
+        }
+        assert_eq!((guest.slot(index).0, guest.touch_slot(index, LEN, false)), (VALID, None));
+        // ext2 cannot allocate.
+        let none = if kind == "ext2" { libc::EIO } else { libc::ENOSPC };
+        assert_eq!(guest.ask(nodes[0], fh, true), Err(none));
+        fs::remove_file(disk.path("filler")).unwrap();
+        if kind != "ext2" {
+            assert_eq!((guest.ask(nodes[0], fh, true), guest.slot(index).0), (Ok(()), VALID | WRITABLE));
+            disk.fill();
+            assert_eq!(guest.touch_slot(index, LEN, true), None);
+        }
+        // The guest's own copy takes blocks of its own, or the guest's kernel copies.
+        let args = CopyFileRangeIn { fh_in: fh, nodeid_out: nodes[1], fh_out: out, len: RANGE, ..Default::default() };
+        let copied = guest.call(Opcode::CopyFileRange, nodes[0], args.as_bytes(), size_of::<WriteOut>());
+        assert_eq!(copied.err() == Some(libc::EOPNOTSUPP), shares);
+    }
+}
+
+fn a_clone_ends_stores_in_place_until_the_guest_wants_them(kind: &str) {
+    let disk = Disk::new(kind);
+    if !kind.starts_with("xfs") {
+        skip("files that pass share no blocks here");
+    }
+    let guest = Guest::passing(&disk);
+    disk.file("file", LEN, LEN);
+    let node = guest.lookup("file");
+    let (fh, index) = guest.open_passing(node);
+    let index = index.unwrap();
+    let path = |name| disk.path(name).to_str().unwrap().to_owned();
+    let mut host = this(&["--clone", &path("file"), &path("clone")]).spawn().unwrap();
+    let wait_for = |flags, mask| {
+        let until = Instant::now() + Duration::from_secs(20);
+        while guest.slot(index).0 & mask != flags {
+            assert!(Instant::now() < until, "{:?} is not {flags}", guest.slot(index));
+            sleep(Duration::from_millis(1));
+        }
+    };
+    wait_for(REVOKED, REVOKED);
+    assert!(host.try_wait().unwrap().is_none(), "it waits");
+    guest.acknowledge(index);
+    assert!(host.wait().unwrap().success());
+    wait_for(VALID, VALID | REVOKED);
+    assert_eq!(guest.slot(index).0, VALID, "a store would take blocks");
+    assert_eq!((guest.ask(node, fh, true), guest.slot(index).0), (Ok(()), VALID | WRITABLE));
+    disk.fill();
+    assert_eq!(guest.touch_slot(index, LEN, true), None);
+    let mut byte = [0];
+    File::open(disk.path("clone")).unwrap().read_exact_at(&mut byte, 0).unwrap();
+    assert_eq!(byte, *b"r");
 }
 
 /// What is stored in place goes to a Cached proxy file, and then to a disk that is full.
