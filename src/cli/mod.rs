@@ -254,7 +254,7 @@ pub struct Options {
     /// Which files the guest writes through the passthrough window: those where the host cannot run out of space, or
     /// all
     ///
-    /// in-place: files without holes on ext4 and tmpfs; other writes use messages. always: all files. If the host's
+    /// in-place: files without holes on ext4, XFS and tmpfs; others use messages. always: all files. If the host's
     /// disk is full then, a write can end the virtual machine.
     #[arg(long, default_value = "in-place")]
     pub passthrough_writable: window::Writable,

@@ -209,7 +209,7 @@ pub trait Mappings {
         false
     }
     /// Gives a file the time of what the guest has stored in place. To be called before a request reads or changes the
-    /// attributes or data of `node`. (An entry that LOOKUP or READDIRPLUS finds has them already.)
+    /// attributes or data of `node`. (An entry that LOOKUP, READDIRPLUS or LINK returns has them already.)
     fn settle_times(&self, _node: u64) {}
     /// Gives the guest the passthrough window's table.
     fn start_passthrough(&self, answer: Answer) {

@@ -69,8 +69,9 @@ def table_scribbled():
     equal(read(f"{S}/other")[:0], b"")
     # Acknowledge revocations that never happened, and future ones.
     for index in range(1, 4096):
-        at = size - TABLE + 64 * 4096 + 4 * index
-        view[at : at + 4] = b"\x05\0\0\0"
+        at = size - TABLE + 64 * 4096 + 16 * index
+        # It also says that it has stored to each slot and used it.
+        view[at : at + 12] = b"\x05\0\0\0\x01\0\0\0\x01\0\0\0"
     for _ in range(5):
         host(f"truncate -s 100 victim && truncate -s {SIZE} victim")
     host("cat other >/dev/null; printf x >>other; truncate -s -1 other")

@@ -44,7 +44,7 @@ class Table:
         return {index: self.word(64 * index + 48) for index, has in flags.items() if has & (VALID | REVOKED) == VALID}
 
     def acknowledged(self, index):
-        return self.word(64 * 4096 + 4 * index)
+        return self.word(64 * 4096 + 16 * index)
 
 
 def wait(what, done):

@@ -39,7 +39,6 @@ impl<F: FileSystem> Server<F> {
             }
             Opcode::Link => {
                 let args: LinkIn = request.take()?;
-                fs.settle_times(args.oldnodeid);
                 reply.put(&fs.link(args.oldnodeid, node, request.name()?)?)
             }
 
@@ -175,8 +174,8 @@ impl<F: FileSystem> Server<F> {
     }
 }
 
-/// Whether a request reads or changes the attributes or data of its node. LOOKUP, READDIRPLUS and LINK have other
-/// nodes, and READ has no attributes.
+/// Whether a request reads or changes the attributes or data of its node. What LOOKUP, READDIRPLUS and LINK find comes
+/// later, and READ has no attributes.
 const fn sees_times(opcode: Opcode) -> bool {
     matches!(
         opcode,
