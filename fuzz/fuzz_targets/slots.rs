@@ -159,6 +159,12 @@ impl Kept {
         unsafe { self.table.add(ACKS + 16 * index as usize).cast::<u32>().write_volatile(generation.to_le()) }
     }
 
+    /// Says that the guest has stored to a slot, or used it.
+    fn note(&self, index: u32, word: usize) {
+        // SAFETY: as above.
+        unsafe { self.table.add(ACKS + 16 * index as usize + 4 * word).cast::<u32>().write_volatile(1) }
+    }
+
     fn source(&self, node: u64) -> Arc<dyn Source> {
         Arc::new(OneFile(self.file(node).try_clone().unwrap()))
     }
@@ -330,6 +336,11 @@ fuzz_target!(|bytes: &[u8]| {
                     let parts = [(bytes_of(&mut input), bytes_of(&mut input))];
                     let _ = window.unmap(&parts, || Answered::default().to());
                 }
+                18 if who & 0xf0 != 0 => match who & 0x30 {
+                    0x10 => kept.note(index, 1),
+                    0x20 => kept.note(index, 2),
+                    _ => pass.missed(node),
+                },
                 17 => *kept.mapped.1.lock().unwrap() = who % 3,
                 18 if who & 0xf0 == 0 => {
                     window.reset();

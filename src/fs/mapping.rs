@@ -188,8 +188,8 @@ impl Mappings for PassthroughFs {
     }
 
     fn settle_times(&self, node: u64) {
-        if let Ok(inode) = self.passing().ok_or(Errno::NOSYS).and_then(|_| self.inodes.get(node)) {
-            self.settle_times_of(&inode);
+        if let Some(pass) = self.passing() {
+            pass.settle_times(node, || self.inodes.get(node)?.with_fd(&self.places, touch));
         }
     }
 

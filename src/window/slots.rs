@@ -4,6 +4,8 @@
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::fs::fstat;
@@ -153,6 +155,8 @@ pub struct Slots {
     has_table: bool,
     /// When the files last got their times.
     settled: Instant,
+    /// A thread is about it.
+    settling: Arc<AtomicBool>,
     /// In the order in which they came.
     wanting: Vec<Wanting>,
     /// A slot has become free.
@@ -167,8 +171,8 @@ impl Slots {
     pub fn new(pass: Arc<Passthrough>, shared: Arc<Shared>, files: Arc<dyn ProxyFiles>) -> Self {
         let room = Room::new(pass.size());
         let (known, pending, wanting, now) = (HashMap::new(), Vec::new(), Vec::new(), Instant::now());
-        let (has_table, freed, hand, settled) = (false, false, 0, now);
-        Self { pass, shared, files, room, known, pending, has_table, settled, wanting, freed, hand, now }
+        let (has_table, freed, hand, settled, settling) = (false, false, 0, now, Arc::default());
+        Self { pass, shared, files, room, known, pending, has_table, settled, settling, wanting, freed, hand, now }
     }
 
     /// How long the mapper may wait for a job before it must call [`look`](Self::look).
@@ -225,6 +229,7 @@ impl Slots {
 
     fn open(&mut self, session: u64, node: u64, index: u32, source: Arc<dyn Source>) {
         let start = Instant::now();
+        self.pass.table.begin(index);
         let (held, late, not_before, idle) = (None, None, None, None);
         self.known.insert(index, Slot { session, node, source, held, late, not_before, idle });
         let mapped = self.fill(index, Need::Open);
@@ -502,8 +507,19 @@ impl Slots {
         self.settled = now;
         // A file that is opened later then need not wait for a second look.
         self.look_for_use();
-        let held = self.known.iter().filter_map(|(&index, slot)| Some((index, slot.node, slot.held.as_ref()?)));
-        held.for_each(|(index, node, held)| self.settle_times_of(index, node, held));
+        let held = |(&index, slot): (&u32, &Slot)| Some((index, slot.node, slot.held.as_ref()?.real.clone()));
+        let files: Vec<_> = self.known.iter().filter_map(held).collect();
+        if files.is_empty() || self.settling.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        // Elsewhere: a file that somebody writes to may keep this thread waiting, and other files' slots must not wait.
+        let (pass, settling) = (self.pass.clone(), self.settling.clone());
+        thread::spawn(move || {
+            for (index, node, file) in files {
+                pass.settle_times_of(index, node, || touch(file.as_fd()));
+            }
+            settling.store(false, Ordering::Release);
+        });
     }
 
     fn end_late(&mut self, index: u32) {

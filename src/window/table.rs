@@ -333,6 +333,12 @@ impl Table {
         self.take(index, USED)
     }
 
+    /// The entry is another node's from now on: what the guest said of the one before does not count.
+    pub fn begin(&self, index: u32) {
+        self.take(index, STORED);
+        self.take(index, USED);
+    }
+
     /// Whether one of the guest's words is not 0. It is 0 then.
     fn take(&self, index: u32, word: u32) -> bool {
         let memory = self.memory.as_volatile_slice();
