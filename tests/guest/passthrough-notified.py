@@ -2,7 +2,9 @@
 """The guest lets go of revoked files because a notification tells it to: passthrough-notified.py FILES."""
 
 import os
+import signal
 import sys
+from contextlib import suppress
 
 sys.path.insert(0, "/host")
 from window import *
@@ -15,10 +17,10 @@ VALID, REVOKED = 1, 4
 
 
 def device():
-    """The directory of the PCI device of the share s."""
+    """The directory of the virtio device of the share s."""
     for number in os.listdir("/sys/fs/virtiofs"):
         if read(f"/sys/fs/virtiofs/{number}/tag").strip() == b"s":
-            return os.path.realpath(f"/sys/fs/virtiofs/{number}/device/..")
+            return os.path.realpath(f"/sys/fs/virtiofs/{number}/device")
     raise AssertionError("no device s")
 
 
@@ -26,7 +28,7 @@ class Table:
     """The backing table. Nothing else shows whether an idle guest lets go: any access to a file makes it look."""
 
     def __init__(self):
-        fd = os.open(f"{device()}/resource4", os.O_RDWR)
+        fd = os.open(f"{device()}/../resource4", os.O_RDWR)
         self.size = os.fstat(fd).st_size
         self.view = mmap.mmap(fd, TABLE, offset=self.size - TABLE)
         os.close(fd)
@@ -92,10 +94,34 @@ def idle_files_are_let_go_of():
         view.close()
 
 
+def device_goes_away():
+    """The driver lets go of the window and the table while a file is open and mapped."""
+    path = host_file("unbound", SIZE)
+    file = os.open(path, os.O_RDWR)
+    view = mmap.mmap(file, SIZE)
+    view[: SIZE // 2] = bytes(SIZE // 2)
+    write("/sys/bus/virtio/drivers/virtiofs/unbind", os.path.basename(device()).encode(), flags=os.O_WRONLY)
+    child = os.fork()
+    if child == 0:
+        # Not a page table entry is left.
+        os._exit(view[0])
+    equal(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), -signal.SIGBUS)
+    try:
+        os.pread(file, 1, 0)
+    except OSError as error:
+        print(f"a read of the file: {error}", flush=True)
+    else:
+        raise AssertionError("a read went on")
+    view.close()
+    with suppress(OSError):
+        # Its FLUSH finds no device.
+        os.close(file)
+
+
 mount("meet")
 mount("s")
 # The guest does not look by itself.
 write("/sys/module/fuse/parameters/shm_look_ms", b"0", flags=os.O_WRONLY)
-steps((idle_files_are_let_go_of,))
+steps((idle_files_are_let_go_of,), (device_goes_away,))
 umount("s")
 umount("meet")
