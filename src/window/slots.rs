@@ -620,20 +620,15 @@ impl Slots {
     /// Looks for acknowledgements, and does what is due.
     pub fn look(&mut self) {
         self.settle_times(self.now);
-        let done: Vec<(u32, Why, bool)> = self
-            .pending
-            .iter()
-            .filter_map(|p| {
-                let acknowledged = self.pass.table.acknowledged(p.index) == p.generation;
-                let late = matches!(p.why, Why::Host(until) if Instant::now() >= until);
-                let us = p.since.elapsed().as_micros();
-                (acknowledged || late)
-                    .then(|| tracing::debug!(p.index, why = ?p.why, acknowledged, us, "a revocation is over"))
-                    .map(|()| (p.index, p.why, acknowledged))
-            })
-            .collect();
-        for (index, why, acknowledged) in done {
-            self.pending.retain(|pending| pending.index != index);
+        let over = |p: &Pending| {
+            let acknowledged = self.pass.table.acknowledged(p.index) == p.generation;
+            let late = matches!(p.why, Why::Host(until) if Instant::now() >= until);
+            (acknowledged || late).then_some((p.index, p.why, p.since, acknowledged))
+        };
+        let over: Vec<_> = self.pending.iter().filter_map(over).collect();
+        for (index, why, since, acknowledged) in over {
+            tracing::debug!(index, ?why, acknowledged, us = since.elapsed().as_micros(), "a revocation is over");
+            self.give_up(index);
             self.finish(index, why, acknowledged);
         }
         self.serve_wanting();
