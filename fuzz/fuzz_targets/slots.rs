@@ -28,9 +28,17 @@ const LEN: usize = 2 << 20;
 /// The entries that the daemon uses first.
 const INDICES: std::ops::Range<u32> = 4084..4096;
 
-/// The mappings, by region and offset: length and proxy file.
+/// The mappings, by region and offset. How many requests to map fail.
 #[derive(Default)]
-struct Mapped(Mutex<HashMap<(u8, u64), (u64, Standing)>>, Mutex<u8>);
+struct Mapped(Mutex<HashMap<(u8, u64), Piece>>, Mutex<u8>);
+
+/// A mapping: its length, its file and where in the file it begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Piece {
+    len: u64,
+    standing: Standing,
+    from: u64,
+}
 
 /// The file behind a descriptor, and its number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,11 +68,12 @@ impl Frontend for Vmm {
 
     fn mapped(&self, mapping: &Mapping) -> usize {
         let of = self.1.of(mapping.file);
-        self.0.0.lock().unwrap().values().filter(|mapped| mapped.1 == of).count()
+        let wanted = Piece { len: mapping.len, standing: of, from: mapping.from };
+        self.0.0.lock().unwrap().values().filter(|piece| **piece == wanted).count()
     }
 
     fn map(&self, mapping: &Mapping) -> io::Result<()> {
-        let Mapping { region, at, len, file, .. } = *mapping;
+        let Mapping { region, at, len, file, from, .. } = *mapping;
         let size = [DAX, PASSTHROUGH - RANGE, RANGE][usize::from(region)];
         assert!(len > 0 && at % RANGE == 0 && len % RANGE == 0 && at + len <= size, "a mapping outside its region");
         let mut fail = self.0.1.lock().unwrap();
@@ -73,18 +82,18 @@ impl Frontend for Vmm {
             return Err(io::Error::other("no"));
         }
         let mut mapped = self.0.0.lock().unwrap();
-        let overlaps = |(place, (length, _)): (&(u8, u64), &(u64, Standing))| {
-            place.0 == region && place.1 < at + len && at < place.1 + length
+        let overlaps = |(place, piece): (&(u8, u64), &Piece)| {
+            place.0 == region && place.1 < at + len && at < place.1 + piece.len
         };
         assert!(!mapped.iter().any(overlaps), "two mappings overlap");
-        mapped.insert((region, at), (len, self.1.of(file)));
+        mapped.insert((region, at), Piece { len, standing: self.1.of(file), from });
         Ok(())
     }
 
     fn unmap(&self, mapping: &Mapping) -> io::Result<()> {
         let Mapping { region, at, len, .. } = *mapping;
         match self.0.0.lock().unwrap().remove(&(region, at)) {
-            Some((length, _)) => Ok(assert_eq!(length, len)),
+            Some(piece) => Ok(assert_eq!(piece.len, len)),
             None => Err(io::Error::other("not mapped")),
         }
     }
@@ -202,9 +211,16 @@ impl Kept {
             if !entry.state.is_live() {
                 continue;
             }
-            let (len, standing) = mapped.get(&(1, entry.offset)).expect("a live entry without a mapping");
-            assert_eq!(standing.node, entry.nodeid, "another file's mapping");
-            assert_eq!((standing.kind, *len), (Kind::Through, entry.length));
+            // The file from its first byte on, in one piece or more.
+            let (mut next, mut first) = (0, None);
+            while next < entry.length {
+                let piece = mapped.get(&(1, entry.offset + next)).expect("a live entry without a mapping");
+                assert_eq!(piece.standing.node, entry.nodeid, "another file's mapping");
+                assert_eq!((piece.standing.kind, piece.from), (Kind::Through, next));
+                assert_eq!(*first.get_or_insert(piece.standing), piece.standing);
+                next += piece.len;
+            }
+            assert_eq!(next, entry.length);
             if !told[(entry.nodeid - 1) as usize] {
                 continue;
             }
@@ -308,7 +324,7 @@ fuzz_target!(|bytes: &[u8]| {
                     told[at] = false;
                 }
                 10 => {
-                    let standing = kept.mapped.0.lock().unwrap().values().find(|m| m.1.node == node).map(|m| m.1);
+                    let standing = kept.mapped.0.lock().unwrap().values().map(|piece| piece.standing).find(|of| of.node == node);
                     if let Some(standing) = standing {
                         kept.rig.event(if who & 0x80 == 0 {
                             Event::Revoke(standing.id)

@@ -26,7 +26,8 @@ const STATES: [(EntryState, u32); 6] = [
 const CHANGES: [Change; 6] =
     [Change::Map, Change::AllowStores, Change::Revoke, Change::Withdraw, Change::Seize, Change::Release];
 
-/// Whether the guest may see `after` in place of `before`. A live slot is never removed or moved without a revocation.
+/// Whether the guest may see `after` in place of `before`. A live slot may grow. It is never removed, moved or made shorter
+/// without a revocation.
 fn is_legal(before: Entry, after: Entry) -> bool {
     // Only what the guest could store to is ever lost, when a slot is taken away.
     let seized = before.state == EntryState::Revoking { writable: true } && after.state == EntryState::Gone;
@@ -36,7 +37,10 @@ fn is_legal(before: Entry, after: Entry) -> bool {
     }
     let same_slot = (before.offset, before.length, before.generation) == (after.offset, after.length, after.generation);
     match (before.state, after.state) {
-        (EntryState::Live { writable }, EntryState::Live { writable: now }) => same_slot && now >= writable,
+        (EntryState::Live { writable }, EntryState::Live { writable: now }) => {
+            let place = (before.offset, before.generation) == (after.offset, after.generation);
+            place && after.length >= before.length && now >= writable
+        }
         (EntryState::Live { writable }, EntryState::Revoking { writable: now }) => same_slot && now == writable,
         (EntryState::Live { .. }, EntryState::Gone) | (_, EntryState::Revoking { .. }) => {
             same_slot && before.state == after.state
@@ -165,6 +169,10 @@ fuzz_target!(|bytes: &[u8]| {
                     kept.update(index, |line| line.set_node(node));
                 }
                 8 => kept.update(index, Line::count_change),
+                9 => {
+                    let len = input.number();
+                    kept.update(index, |line| line.lengthen(len));
+                }
                 n => {
                     let before = kept.model[index as usize].0;
                     let done = kept.update(index, |line| line.step(CHANGES[usize::from(n) % 6]));

@@ -240,10 +240,10 @@ pub struct Options {
     /// Give a guest with the patches of guest-kernel/ a window of this size, through which it reads, writes and maps
     /// files without messages
     ///
-    /// The size limits how much of the open files is mapped at a time. Each file takes one of --max-mappings;
-    /// --dax-window uses one for each 2M. The two windows' sizes together must be a power of two. 2M of this window
-    /// hold its table. The needs of the frontend and the host, and SIZE,required, are as for --dax-window. --writeback
-    /// has no effect with this window.
+    /// The size limits how much of the open files is mapped at a time. Each file takes one of --max-mappings, or up to
+    /// eight when it has grown; --dax-window uses one for each 2M. The two windows' sizes together must be a power of
+    /// two. 2M of this window hold its table. The needs of the frontend and the host, and SIZE,required, are as for
+    /// --dax-window. --writeback has no effect with this window.
     #[arg(long, value_name = "SIZE[,required]", default_value = "0", value_parser = parse_window)]
     pub passthrough_window: WindowSize,
 

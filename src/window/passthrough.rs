@@ -124,12 +124,17 @@ impl Nodes {
 
     /// Forgets a node whose entry is this if nobody has it open.
     pub fn forget(&mut self, node: u64, index: u32) -> bool {
-        let kept = |node: &Node| node.opens == 0 && matches!(node.how, How::Passing(at) if at == index);
-        let kept = self.known.get(&node).is_some_and(kept);
+        let kept = self.is_kept(node, index);
         if kept {
             self.known.remove(&node);
         }
         kept
+    }
+
+    /// Whether nobody has a node open, and its slot is kept by this entry.
+    pub fn is_kept(&self, node: u64, index: u32) -> bool {
+        let kept = |node: &Node| node.opens == 0 && matches!(node.how, How::Passing(at) if at == index);
+        self.known.get(&node).is_some_and(kept)
     }
 
     /// The kept node that was released first, and its entry; it is forgotten.

@@ -201,16 +201,28 @@ impl Shared {
 
     /// Takes a mapping away, and waits until the guest no longer has it.
     pub fn unmap(&self, mapping: &Mapping) {
-        self.live(mapping.region).fetch_sub(1, Ordering::Relaxed);
-        let Ok(frontend) = self.frontend() else { return };
-        let before = frontend.mapped(mapping);
-        match frontend.unmap(mapping) {
-            Ok(()) => drop(self.commits.wait(|| frontend.mapped(mapping) < before)),
-            Err(e) => {
-                let Mapping { region, at, .. } = mapping;
-                tracing::debug!("the frontend had no mapping at {at:#x} of region {region}: {e}");
-            }
+        self.unmap_all(std::slice::from_ref(mapping));
+    }
+
+    /// Takes mappings away, and waits once until the guest no longer has them: a host process may be waiting too.
+    pub fn unmap_all(&self, mappings: &[Mapping]) {
+        for mapping in mappings {
+            self.live(mapping.region).fetch_sub(1, Ordering::Relaxed);
         }
+        let Ok(frontend) = self.frontend() else { return };
+        let unmap = |mapping| {
+            let before = frontend.mapped(mapping);
+            match frontend.unmap(mapping) {
+                Ok(()) => Some((mapping, before)),
+                Err(e) => {
+                    let Mapping { region, at, .. } = mapping;
+                    tracing::debug!("the frontend had no mapping at {at:#x} of region {region}: {e}");
+                    None
+                }
+            }
+        };
+        let unmapped: Vec<_> = mappings.iter().filter_map(unmap).collect();
+        self.commits.wait(|| unmapped.iter().all(|(mapping, before)| frontend.mapped(mapping) < *before));
     }
 }
 

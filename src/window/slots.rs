@@ -50,6 +50,10 @@ const OPENING: Duration = Duration::from_millis(if cfg!(fuzzing) { 0 } else { 15
 /// of one for as long as it likes.
 const STUCK: Duration = Duration::from_secs(1);
 
+/// The most mappings that one file has: the frontend has room for [`MAX_MAPPINGS`](super::MAX_MAPPINGS) in all. Each but
+/// the first makes the slot longer, mostly to twice its length, so 2 MiB become 256. A file that needs more moves.
+const PIECES: usize = 8;
+
 /// What [`Slots::reserve`] says if there is no room in the window now, and if there never is.
 const FULL: Errno = Errno::NOBUFS;
 const TOO_LONG: Errno = Errno::FBIG;
@@ -84,7 +88,8 @@ struct Wanting {
 /// A file in a slot.
 struct Held {
     at: u64,
-    len: u64,
+    /// How long its mappings are. Each begins where the one before ends.
+    pieces: Vec<u64>,
     /// The proxy file's number.
     id: u64,
     /// Since when it is there.
@@ -95,9 +100,35 @@ struct Held {
 }
 
 impl Held {
-    fn mapping(&self) -> Mapping<'_> {
-        Mapping::whole(WHOLE_FILES, self.at, self.len, self.proxy.as_fd())
+    /// Bytes of the slot.
+    fn len(&self) -> u64 {
+        self.pieces.iter().sum()
     }
+
+    /// `len` bytes of the file from `from` on, which are as far from the beginning of the slot.
+    fn mapping(&self, from: u64, len: u64) -> Mapping<'_> {
+        Mapping { from, ..Mapping::whole(WHOLE_FILES, self.at + from, len, self.proxy.as_fd()) }
+    }
+
+    fn mappings(&self) -> impl Iterator<Item = Mapping<'_>> {
+        let mut from = 0;
+        self.pieces.iter().map(move |&len| {
+            let mapping = self.mapping(from, len);
+            from += len;
+            mapping
+        })
+    }
+}
+
+/// What came of [`Slots::extend`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Extended {
+    /// The slot covers the file now.
+    Done,
+    /// The file must move.
+    NoRoom,
+    /// The frontend has no time. The slot is as it was.
+    NotNow,
 }
 
 /// The Cached proxy file that is in a slot because the guest did not let go of it in time.
@@ -275,23 +306,33 @@ impl Slots {
         }
         // The guard is active now, so the size cannot shrink.
         let (at, len) = self.reserve(fstat(&real)?.st_size as u64)?;
-        self.put(index, node, Held { at, len, id, since: self.now, real, proxy: opened.fd }, need)
+        let held = Held { at, pieces: vec![len], id, since: self.now, real, proxy: opened.fd };
+        self.put(index, node, held, need)
     }
 
-    /// Maps a file into its reserved slot and makes the entry live.
-    fn put(&mut self, index: u32, node: u64, held: Held, need: Need) -> Result<()> {
-        match self.shared.map(&held.mapping()) {
-            Ok(true) => {}
-            seen => {
-                if seen.is_ok() {
-                    self.shared.unmap(&held.mapping());
-                }
-                self.room.free(held.at);
-                return Err(seen.err().unwrap_or(Errno::TIMEDOUT));
+    /// Has the frontend map a part of a file, and waits until the guest has it.
+    ///
+    /// # Errors
+    /// ETIMEDOUT if that takes too long; why the frontend refuses. It is not mapped then.
+    fn map(&self, mapping: &Mapping) -> Result<()> {
+        match self.shared.map(mapping)? {
+            true => Ok(()),
+            false => {
+                self.shared.unmap(mapping);
+                Err(Errno::TIMEDOUT)
             }
         }
+    }
+
+    /// Maps a file into its reserved slot, as one piece, and makes the entry live.
+    fn put(&mut self, index: u32, node: u64, held: Held, need: Need) -> Result<()> {
+        let len = held.len();
+        if let Err(errno) = self.map(&held.mapping(0, len)) {
+            self.room.free(held.at);
+            return Err(errno);
+        }
         self.pass.table.update(index, |line| {
-            line.slot = Some((held.at, held.len));
+            line.slot = Some((held.at, len));
             line.file = Some(held.real.clone());
             line.set_node(node);
         });
@@ -318,9 +359,10 @@ impl Slots {
         }
         let lens = lens(size);
         loop {
-            let full = self.slots() >= self.pass.settings.slots;
+            let full = self.mappings() >= self.pass.settings.slots;
+            let kept = self.kept();
             let mut fits = lens.into_iter().flatten().filter(|_| !full);
-            match fits.find_map(|len| Some((self.room.take(len)?, len))) {
+            match fits.find_map(|len| Some((self.room.take(len, &kept)?, len))) {
                 Some(place) => return Ok(place),
                 None => {
                     let evicted = self.pass.nodes.lock().evict().ok_or(FULL)?;
@@ -328,6 +370,13 @@ impl Slots {
                 }
             }
         }
+    }
+
+    /// Where the slots of files that nobody has open are.
+    fn kept(&self) -> Vec<u64> {
+        let nodes = self.pass.nodes.lock();
+        let kept = self.known.iter().filter(|(index, slot)| nodes.is_kept(slot.node, **index));
+        kept.filter_map(|(_, slot)| slot.held.as_ref()).map(|held| held.at).collect()
     }
 
     /// Revokes slots of open files so that the file of `index` has room, in addition to its present slot. Whether room
@@ -372,9 +421,11 @@ impl Slots {
     }
 
     fn has_room_without(&self, len: u64, own: Option<u64>, leave: &[u32]) -> bool {
-        let held = |index| self.known.get(index).and_then(|slot: &Slot| slot.held.as_ref());
-        let free: Vec<u64> = leave.iter().filter_map(held).map(|held| held.at).chain(own).collect();
-        self.slots() < self.pass.settings.slots + free.len() && self.room.would_fit(len, &free)
+        let held = self.known.iter().filter_map(|(index, slot)| Some((index, slot.held.as_ref()?)));
+        let leaves = held.filter(|(index, held)| leave.contains(index) || own == Some(held.at));
+        let (free, mappings): (Vec<u64>, Vec<usize>) = leaves.map(|(_, held)| (held.at, held.pieces.len())).unzip();
+        let mappings: usize = mappings.iter().sum();
+        self.mappings() < self.pass.settings.slots + mappings && self.room.would_fit(len, &free)
     }
 
     /// The slots that may give way for `index`, the best first.
@@ -449,8 +500,10 @@ impl Slots {
     }
 
     /// Live mappings.
-    fn slots(&self) -> usize {
-        self.known.values().filter(|slot| slot.held.is_some() || slot.late.is_some()).count()
+    fn mappings(&self) -> usize {
+        let of =
+            |slot: &Slot| slot.held.as_ref().map_or(0, |held| held.pieces.len()) + usize::from(slot.late.is_some());
+        self.known.values().map(of).sum()
     }
 
     /// Ends what belongs to an entry without opens.
@@ -491,7 +544,7 @@ impl Slots {
     }
 
     fn unmap(&self, index: u32, node: u64, held: &Held) {
-        self.shared.unmap(&held.mapping());
+        self.shared.unmap_all(&held.mappings().collect::<Vec<_>>());
         self.settle_times_of(index, node, held);
     }
 
@@ -597,13 +650,16 @@ impl Slots {
         debug_assert!(done.is_ok(), "a live entry loses its slot");
     }
 
-    /// Revokes the entry of a file that has outgrown its slot, if there is room for a longer one. `whom`: who gives way
-    /// for it.
+    /// Makes room for a file that has outgrown its slot: behind the slot if that is possible, or else by a revocation,
+    /// after which the file moves. `whom`: who gives way then.
     fn lengthen(&mut self, index: u32, whom: Whom) {
         let Some(held) = self.known.get(&index).and_then(|slot| slot.held.as_ref()) else { return };
         let entry = self.pass.table.entry(index);
-        let (at, len) = (held.at, held.len);
+        let (at, len) = (held.at, held.len());
         if entry.size <= len || !entry.state.is_live() || shortest(entry.size) > self.pass.size() {
+            return;
+        }
+        if self.extend(index, entry.size) != Extended::NoRoom {
             return;
         }
         while !self.room.would_fit(shortest(entry.size), &[at]) {
@@ -615,6 +671,57 @@ impl Slots {
             self.drop_slot(evicted);
         }
         self.pend(index, Why::Longer);
+    }
+
+    /// Maps more of a file right behind its slot, for `size` bytes of the file. The guest need not let go of anything.
+    fn extend(&mut self, index: u32, size: u64) -> Extended {
+        let Some(len) = self.room_behind(index, size) else { return Extended::NoRoom };
+        let Some(held) = self.known.get(&index).and_then(|slot| slot.held.as_ref()) else { return Extended::NoRoom };
+        let (at, before) = (held.at, held.len());
+        // First the mapping, then the entry: the guest uses what the entry says.
+        let mapped = self.map(&held.mapping(before, len - before));
+        if let Err(errno) = mapped {
+            tracing::debug!(index, "no more of a file is mapped: {errno}");
+            self.room.resize(at, before);
+            return if errno == Errno::TIMEDOUT { Extended::NotNow } else { Extended::NoRoom };
+        }
+        if let Some(held) = self.known.get_mut(&index).and_then(|slot| slot.held.as_mut()) {
+            held.pieces.push(len - before);
+        }
+        self.pass.table.update(index, |line| line.lengthen(len));
+        tracing::debug!(index, len, "a slot has grown");
+        Extended::Done
+    }
+
+    /// Takes the room behind a slot, for `size` bytes of its file, and a mapping. Kept slots give way. Returns how long
+    /// the slot is then.
+    fn room_behind(&mut self, index: u32, size: u64) -> Option<u64> {
+        let held = self.known.get(&index)?.held.as_ref()?;
+        let at = held.at;
+        if held.pieces.len() >= PIECES {
+            return None;
+        }
+        let kept = self.kept();
+        let all_kept = |slots: &Vec<u64>| slots.iter().all(|at| kept.contains(at));
+        let fits = |len: &u64| self.room.behind(at, *len).filter(all_kept);
+        let (len, in_the_way) = lens(size).into_iter().flatten().find_map(|len| Some((len, fits(&len)?)))?;
+        for other in in_the_way {
+            let of = |(&index, slot): (&u32, &Slot)| {
+                let is_it = slot.held.as_ref().is_some_and(|held| held.at == other);
+                is_it.then_some((slot.node, index))
+            };
+            let (node, kept) = self.known.iter().find_map(of)?;
+            // It may have been opened meanwhile.
+            if !self.pass.nodes.lock().forget(node, kept) {
+                return None;
+            }
+            self.drop_slot(kept);
+        }
+        while self.mappings() >= self.pass.settings.slots {
+            let evicted = self.pass.nodes.lock().evict()?;
+            self.drop_slot(evicted);
+        }
+        self.room.resize(at, len).then_some(len)
     }
 
     /// Looks for acknowledgements, and does what is due.
@@ -668,7 +775,7 @@ impl Slots {
         self.free(held.at);
         let size = self.pass.table.entry(index).size;
         let since = self.now;
-        let held = |(at, len)| Held { at, len, since, ..held };
+        let held = |(at, len)| Held { at, pieces: vec![len], since, ..held };
         let put = self.reserve(size).map(held).and_then(|held| self.put(index, node, held, Need::Later));
         if let Err(errno) = put {
             tracing::debug!(node, "not mapped again: {errno}");
@@ -683,7 +790,7 @@ impl Slots {
         let (node, source) = (slot.node, slot.source.clone());
         let Some(held) = slot.held.take() else { return };
         tracing::warn!(node, "the guest did not let go of a file in time: what it still stores in place may be lost");
-        let (at, len) = (held.at, held.len);
+        let (at, len) = (held.at, held.len());
         self.unmap(index, node, &held);
         self.set_gone(index, Change::Seize);
         drop(held);
@@ -777,7 +884,7 @@ impl Slots {
     }
 
     fn ask_live(&mut self, index: u32, end: u64, writable: bool) -> Result<()> {
-        let entry = self.pass.table.entry(index);
+        let mut entry = self.pass.table.entry(index);
         if end > entry.length {
             if entry.size <= entry.length {
                 // Beyond the end of the file.
@@ -787,7 +894,10 @@ impl Slots {
                 return Err(Errno::NOSPC);
             }
             self.lengthen(index, Whom::Any);
-            return Err(Errno::AGAIN);
+            entry = self.pass.table.entry(index);
+            if !entry.state.is_live() || end > entry.length {
+                return Err(Errno::AGAIN);
+            }
         }
         match writable && !entry.state.is_writable() {
             true => self.fill_holes(index),

@@ -210,6 +210,15 @@ impl Line {
         Ok(())
     }
 
+    /// More of the file is mapped right behind its slot, which has `len` bytes now. A guest that knows the slot is told.
+    pub fn lengthen(&mut self, len: u64) {
+        let Some((at, _)) = self.slot.filter(|(_, length)| *length < len) else { return };
+        self.slot = Some((at, len));
+        if self.state().is_live() && self.entry.offset == at {
+            self.entry.length = self.entry.length.max(len);
+        }
+    }
+
     /// Sets the node that the entry belongs to.
     pub const fn set_node(&mut self, nodeid: u64) {
         self.stores = self.stores && self.entry.nodeid == nodeid;
@@ -460,6 +469,29 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_slot_grows_within_a_generation_and_never_shrinks() {
+        for state in STATES {
+            let mut line = line_in(state);
+            line.slot = Some((64, 32));
+            let before = line.entry();
+            line.lengthen(48);
+            assert_eq!(line.slot, Some((64, 48)));
+            let length = if state.is_live() { 48 } else { 32 };
+            assert_eq!(line.entry(), Entry { length, ..before }, "{state:?}");
+            line.lengthen(47);
+            assert_eq!((line.slot, line.entry().length), (Some((64, 48)), length));
+            line.slot = None;
+            line.lengthen(64);
+            assert_eq!((line.slot, line.entry().length), (None, length));
+        }
+        // A slot that was released meanwhile is longer from the next open on.
+        let mut line = line_in(EntryState::Free);
+        line.lengthen(20);
+        line.step(Change::Map).unwrap();
+        assert_eq!((line.entry().offset, line.entry().length), (128, 20));
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use std::io::{Read, Write};
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::sync::mpsc;
 use std::task::Poll;
@@ -13,11 +14,21 @@ use vm_memory::{Bytes, VolatileMemory};
 use super::proxy::{Event, Kind, Opened};
 use super::*;
 
-/// Live mappings as the frontend has them, by range: the proxy file's id.
+/// Live mappings as the frontend has them: where they begin (see [`place`]), the proxy file's id, where in it they
+/// begin, and how long they are.
 #[derive(Default)]
 struct Taken {
-    mapped: Mutex<Vec<(u64, u64)>>,
+    mapped: Mutex<Vec<(u64, u64, u64, u64)>>,
     calls: AtomicUsize,
+    /// Is asked before a mapping is made. TimedOut: the frontend agrees, and the guest never gets it.
+    may: Mutex<Option<Box<May>>>,
+}
+
+type May = dyn Fn(&Mapping) -> io::Result<()> + Send;
+
+/// A byte of a region. Those of the DAX window are their own.
+const fn place(region: u8, at: u64) -> u64 {
+    ((region as u64) << 56) + at
 }
 
 struct FakeFrontend(Arc<Taken>, Arc<Made>);
@@ -37,27 +48,33 @@ impl Frontend for FakeFrontend {
 
     fn mapped(&self, mapping: &Mapping) -> usize {
         let id = self.id(mapping.file);
-        self.0.mapped.lock().iter().filter(|mapped| mapped.1 == id).count()
+        let is_it = |m: &&(u64, u64, u64, u64)| (m.1, m.2, m.3) == (id, mapping.from, mapping.len);
+        self.0.mapped.lock().iter().filter(is_it).count()
     }
 
     fn map(&self, mapping: &Mapping) -> io::Result<()> {
-        let Mapping { region, at, len, file, .. } = *mapping;
+        let Mapping { region, at, len, file, from, .. } = *mapping;
         assert!(region != DAX || len == RANGE);
         self.0.calls.fetch_add(1, Ordering::Relaxed);
+        match self.0.may.lock().as_ref().map_or(Ok(()), |may| may(mapping)) {
+            Err(e) if e.kind() == io::ErrorKind::TimedOut => return Ok(()),
+            may => may?,
+        }
         let id = self.id(file);
         let mut mapped = self.0.mapped.lock();
-        if mapped.iter().any(|m| m.0 == at) {
+        let at = place(region, at);
+        if mapped.iter().any(|m| m.0 < at + len && at < m.0 + m.3) {
             return Err(io::Error::other("overlap"));
         }
-        mapped.push((at, id));
+        mapped.push((at, id, from, len));
         Ok(())
     }
 
     fn unmap(&self, mapping: &Mapping) -> io::Result<()> {
-        let at = mapping.at;
+        let at = place(mapping.region, mapping.at);
         let mut mapped = self.0.mapped.lock();
         let before = mapped.len();
-        mapped.retain(|m| m.0 != at);
+        mapped.retain(|m| (m.0, m.3) != (at, mapping.len));
         if mapped.len() < before { Ok(()) } else { Err(io::Error::other("not mapped")) }
     }
 }
@@ -272,7 +289,7 @@ fn a_revoked_file_keeps_its_mappings_but_not_its_pages() {
 #[test]
 fn a_mapping_that_the_frontend_still_has_is_replaced() {
     let rig = rig(true);
-    rig.taken.mapped.lock().push((0, 99));
+    rig.taken.mapped.lock().push((0, 99, 0, RANGE));
     rig.map(0, 1, 0, true, 7, FakeSource::default()).unwrap();
     assert_eq!(rig.taken.mapped.lock().len(), 1);
 }
@@ -281,19 +298,22 @@ fn a_mapping_that_the_frontend_still_has_is_replaced() {
 struct Stepped {
     rig: doors::Rig,
     taken: Arc<Taken>,
-    guest: vm_memory::mmap::MmapRegion,
+    guest: Arc<vm_memory::mmap::MmapRegion>,
 }
 
 impl Stepped {
     fn new(size: u64, slots: usize) -> Self {
+        Self::with(Settings { size, slots, writable: Writable::InPlace })
+    }
+
+    fn with(settings: Settings) -> Self {
         let (taken, made) = (Arc::new(Taken::default()), Arc::new(Made { guarded: true, ..Made::default() }));
-        let settings = Settings { size, slots, writable: Writable::InPlace };
         let rig = doors::Rig::new(0, settings, made.clone()).unwrap();
         rig.window.connect(Arc::new(FakeFrontend(taken.clone(), made)));
         rig.window.announce();
         let table = std::fs::File::from(rig.table().file().unwrap().try_clone_to_owned().unwrap());
         let guest = vm_memory::mmap::MmapRegion::from_file(vm_memory::FileOffset::new(table, 0), table::LEN as usize);
-        let mut stepped = Self { rig, taken, guest: guest.unwrap() };
+        let mut stepped = Self { rig, taken, guest: Arc::new(guest.unwrap()) };
         stepped.start();
         stepped
     }
@@ -322,10 +342,41 @@ impl Stepped {
 
     /// A fault of the guest.
     fn ask(&mut self, node: u64, now: Instant) -> Result<()> {
+        self.ask_at(node, 0, now)
+    }
+
+    fn ask_at(&mut self, node: u64, from: u64, now: Instant) -> Result<()> {
         let (send, receive) = mpsc::channel();
-        self.rig.pass().ask(node, 0, 4096, true, Box::new(move |result| send.send(result).unwrap()));
+        self.rig.pass().ask(node, from, 4096, true, Box::new(move |result| send.send(result).unwrap()));
         self.turns(now);
         receive.try_recv().unwrap()
+    }
+
+    /// The guest makes a file longer, by a message.
+    fn grow(&self, node: u64, file: &std::fs::File, to: u64) {
+        let at = file.metadata().unwrap().len();
+        file.write_all_at(&vec![b'g'; (to - at) as usize], at).unwrap();
+        self.rig.pass().wrote(node, file.as_fd(), Some(at), to - at);
+    }
+
+    /// How long the pieces of an entry's slot are. They are a file's, from its first byte on, without a gap.
+    fn pieces(&self, index: u32) -> Vec<u64> {
+        let entry = self.rig.table().entry(index);
+        let mut mapped = self.taken.mapped.lock().clone();
+        mapped.sort_unstable();
+        let (begin, end) = (place(WHOLE_FILES, entry.offset), place(WHOLE_FILES, entry.offset + entry.length));
+        mapped.retain(|m| m.0 < end && begin < m.0 + m.3);
+        let mut next = 0;
+        for (at, id, from, len) in &mapped {
+            assert_eq!((*at, *id, *from), (begin + next, mapped[0].1, next));
+            next += len;
+        }
+        assert_eq!(next, entry.length);
+        mapped.iter().map(|m| m.3).collect()
+    }
+
+    fn revocations(&self) -> u32 {
+        self.guest.as_volatile_slice().load(24, Ordering::Acquire).unwrap()
     }
 
     fn state(&self, index: u32) -> doors::EntryState {
@@ -551,6 +602,180 @@ fn the_least_used_slot_gives_way_to_a_fault_and_no_more_than_needed() {
     window.acknowledge(all[3]);
     window.turns(now);
     assert_eq!(states(&window), [LIVE, LIVE, LIVE, doors::EntryState::Gone]);
+}
+
+#[test]
+fn a_file_grows_behind_its_slot_without_a_revocation() {
+    let mut window = Stepped::new(33 * RANGE, 6);
+    let now = Instant::now();
+    let file = full_file(5000);
+    let index = window.open_at(7, &file, now).unwrap();
+    let other = window.open_at(8, &full_file(5000), now).unwrap();
+    let before = window.rig.table().entry(index);
+    assert_eq!((before.offset, before.length), (0, RANGE));
+    // The guest finds the new length only when there is something.
+    let guest = window.guest.clone();
+    *window.taken.may.lock() = Some(Box::new(move |mapping| {
+        let length: u64 = guest.as_volatile_slice().load(64 * index as usize + 16, Ordering::Acquire).unwrap();
+        if mapping.from > 0 { Ok(assert_eq!(mapping.from, length)) } else { Ok(()) }
+    }));
+    for (to, pieces) in [(RANGE, 1), (RANGE + 1, 2), (3 * RANGE, 2), (4 * RANGE, 3)] {
+        window.grow(7, &file, to);
+        window.turns(now);
+        let entry = window.rig.table().entry(index);
+        assert_eq!((entry.size, entry.generation, entry.offset), (to, before.generation, before.offset));
+        assert!(entry.length >= to && entry.state == LIVE);
+        assert_eq!(window.pieces(index).len(), pieces);
+    }
+    assert_eq!(window.pieces(index), [RANGE, 2 * RANGE, 5 * RANGE]);
+    assert_eq!(window.revocations(), 0);
+    // Another file is right behind, so this one moves.
+    assert_eq!(window.rig.table().entry(other).offset, 8 * RANGE);
+    window.grow(7, &file, 8 * RANGE + 1);
+    window.turns(now);
+    assert_eq!((window.state(index), window.revocations()), (REVOKING, 1));
+    window.acknowledge(index);
+    window.turns(now);
+    assert_eq!((window.state(index), window.pieces(index).len()), (LIVE, 1));
+    assert_eq!(window.rig.live(), [0, 2, 1]);
+}
+
+#[test]
+fn a_fault_past_a_slot_is_served_at_once_if_the_slot_can_grow() {
+    let mut window = Stepped::new(17 * RANGE, 4);
+    let now = Instant::now();
+    let file = full_file(5000);
+    let index = window.open_at(7, &file, now).unwrap();
+    // The daemon has not heard of a slot that is too short yet.
+    window.rig.pass().ask(7, RANGE, 4096, true, Box::new(|asked| assert_eq!(asked, Ok(()))));
+    window.grow(7, &file, RANGE + 1);
+    window.turns(now);
+    assert_eq!((window.state(index), window.pieces(index)), (LIVE, vec![RANGE, 2 * RANGE]));
+    assert_eq!((window.ask_at(7, 2 * RANGE, now), window.ask_at(7, 3 * RANGE, now)), (Ok(()), Err(Errno::FAULT)));
+}
+
+#[test]
+fn only_kept_slots_give_way_to_one_that_grows() {
+    let mut window = Stepped::new(33 * RANGE, 3);
+    let now = Instant::now();
+    let files: Vec<_> = (0..3).map(|_| full_file(5000)).collect();
+    let all: Vec<u32> = (0..3).map(|n| window.open_at(n, &files[n as usize], now).unwrap()).collect();
+    assert_eq!([0, 1].map(|n: usize| window.rig.table().entry(all[n]).offset), [0, 8 * RANGE]);
+    window.rig.pass().release(1);
+    window.grow(0, &files[0], 8 * RANGE + 1);
+    window.turns(now);
+    assert_eq!((window.pieces(all[0]), window.revocations()), (vec![RANGE, 16 * RANGE], 0));
+    assert_eq!((window.state(all[1]), window.rig.live()), (doors::EntryState::Free, [0, 3, 1]));
+    // There is room for more of it, but not for another mapping.
+    window.grow(0, &files[0], 17 * RANGE + 1);
+    window.turns(now);
+    assert_eq!((window.state(all[0]), window.state(all[2]), window.rig.live()), (REVOKING, LIVE, [0, 3, 1]));
+}
+
+#[test]
+fn a_file_takes_eight_mappings_at_most() {
+    let mut window = Stepped::with(Settings { size: 600 * RANGE, slots: 20, writable: Writable::Always });
+    let now = Instant::now();
+    let file = full_file(5000);
+    let index = window.open_at(7, &file, now).unwrap();
+    let sizes = (1..8).map(|n| ((1 << n) - 1) * RANGE + 1);
+    let grow = |window: &mut Stepped, to| {
+        window.rig.pass().truncate(7, to, || Ok(file.set_len(to).unwrap()), || Ok(to)).unwrap();
+        window.turns(now);
+    };
+    sizes.for_each(|to| grow(&mut window, to));
+    assert_eq!(window.pieces(index), (0..8).map(|n| RANGE << n).collect::<Vec<_>>());
+    assert_eq!((window.revocations(), window.rig.live()), (0, [0, 8, 1]));
+    grow(&mut window, 255 * RANGE + 1);
+    assert_eq!((window.state(index), window.rig.live()), (REVOKING, [0, 8, 1]));
+    window.acknowledge(index);
+    window.turns(now);
+    assert_eq!((window.state(index), window.pieces(index).len(), window.rig.live()), (LIVE, 1, [0, 1, 1]));
+}
+
+#[test]
+fn a_slot_does_not_grow_if_the_frontend_does_not_map() {
+    let mut window = Stepped::new(17 * RANGE, 4);
+    let now = Instant::now();
+    let file = full_file(5000);
+    let index = window.open_at(7, &file, now).unwrap();
+    let refuse = |kind: io::ErrorKind| -> Option<Box<May>> {
+        Some(Box::new(move |mapping| if mapping.from > 0 { Err(kind.into()) } else { Ok(()) }))
+    };
+    // The guest has switched the device's memory off, perhaps. Later all is well.
+    *window.taken.may.lock() = refuse(io::ErrorKind::TimedOut);
+    window.grow(7, &file, RANGE + 1);
+    window.turns(now);
+    assert_eq!((window.state(index), window.pieces(index)), (LIVE, vec![RANGE]));
+    *window.taken.may.lock() = None;
+    assert_eq!(window.ask_at(7, RANGE, now), Ok(()));
+    assert_eq!((window.pieces(index), window.rig.live()), (vec![RANGE, 2 * RANGE], [0, 2, 1]));
+    // It does not want to: the file moves.
+    *window.taken.may.lock() = refuse(io::ErrorKind::Other);
+    window.grow(7, &file, 3 * RANGE + 1);
+    window.turns(now);
+    assert_eq!((window.state(index), window.pieces(index)), (REVOKING, vec![RANGE, 2 * RANGE]));
+    window.acknowledge(index);
+    window.turns(now);
+    assert_eq!((window.pieces(index), window.rig.live()), (vec![7 * RANGE], [0, 1, 1]));
+}
+
+#[test]
+fn a_slot_that_has_grown_goes_as_a_whole() {
+    let mut window = Stepped::new(17 * RANGE, 4);
+    let now = Instant::now();
+    let file = full_file(5000);
+    let grown = |window: &mut Stepped| {
+        let index = window.open_at(7, &file, now).unwrap();
+        window.grow(7, &file, RANGE + 1);
+        window.turns(now);
+        assert_eq!(window.pieces(index), [RANGE, 2 * RANGE]);
+        index
+    };
+    let truncate = |window: &mut Stepped| {
+        let shrink = || Ok(file.set_len(5000).unwrap());
+        window.rig.pass().truncate(7, 5000, shrink, || Ok(5000)).unwrap();
+        window.turns(now);
+    };
+    // A shorter file keeps its slot, and so does one that nobody has open. Then it gives way as a whole.
+    let index = grown(&mut window);
+    truncate(&mut window);
+    assert_eq!((window.rig.table().entry(index).length, window.revocations()), (3 * RANGE, 0));
+    window.rig.pass().release(7);
+    assert_eq!(window.rig.live(), [0, 2, 1]);
+    assert_eq!(
+        window.rig.pass().open(7, file.as_fd(), Some(Arc::new(OneFile(file.try_clone().unwrap())))),
+        Poll::Ready(Some(index))
+    );
+    assert_eq!(window.pieces(index).len(), 2);
+    window.rig.pass().release(7);
+    let long = window.open_at(8, &full_file(15 * RANGE as usize), now).unwrap();
+    assert_eq!((window.rig.live(), window.pieces(long)), ([0, 1, 1], vec![15 * RANGE]));
+    window.rig.pass().release(8);
+    // A guest that does not let go in time gets other memory for all of it, until it does.
+    let index = grown(&mut window);
+    let (id, at) = (window.taken.mapped.lock().last().unwrap().1, window.rig.table().entry(index).offset);
+    let generation = window.rig.table().entry(index).generation;
+    window.rig.event(Event::Revoke(id));
+    let until = Instant::now() + 20 * SECOND;
+    while window.state(index) != doors::EntryState::Gone {
+        assert!(Instant::now() < until);
+        window.turns(now);
+    }
+    let late = *window.taken.mapped.lock().last().unwrap();
+    assert_eq!((late.0, late.2, late.3), (place(WHOLE_FILES, at), 0, 3 * RANGE));
+    assert_eq!((window.rig.live(), late.1 != id), ([0, 1, 1], true));
+    window.word(index, 0, generation);
+    window.turns(now);
+    assert!(!window.taken.mapped.lock().contains(&late));
+    // And so does the end of the session.
+    window.rig.window.reset();
+    window.start();
+    truncate(&mut window);
+    grown(&mut window);
+    window.rig.window.reset();
+    window.start();
+    assert_eq!((window.rig.live(), window.taken.mapped.lock().len()), ([0, 0, 1], 1));
 }
 
 #[test]

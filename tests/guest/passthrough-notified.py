@@ -78,7 +78,8 @@ def idle_files_are_let_go_of():
     table = Table()
     before, count, told, others = table.live(), table.revocations(), sent("Revoked"), sent("InvalInode")
     equal(len(before), files)
-    # They outgrow their slots. No process of the host waits for the guest, and the daemon does so without a limit.
+    # They outgrow their slots, and the daemon may not map more, so they move. No process of the host waits for the guest, and the
+    # daemon does so without a limit.
     for number in range(files):
         host(f"head -c {4 * SIZE} /dev/zero >>../outside{number}")
     wait("the guest lets go of all files", lambda: all(table.acknowledged(at) >= old for at, old in before.items()))
