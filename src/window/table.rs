@@ -238,7 +238,7 @@ impl Line {
 
 /// The guest may write to the memory, so the daemon reads nothing but the guest's own words from it.
 ///
-/// Lock rule: one line at a time, as the last lock but for `turns`, and no call to the frontend or to the [`Sink`] while it is held. A
+/// Lock rule: one line at a time, as the last lock, and no call to the frontend or to the [`Sink`] while it is held. A
 /// thread stats the line's file under the lock, so that the last one to look writes last.
 pub struct Table {
     memory: MmapRegion<()>,
@@ -326,11 +326,10 @@ impl Table {
     pub fn stored(&self, index: u32, node: u64, note: impl FnOnce()) -> bool {
         let at = index as usize % self.lines.len();
         let _turn = self.turns[at].lock();
-        let is_its = || {
-            let line = self.lines[at].lock();
-            line.stores && line.entry.nodeid == node
-        };
-        let stored = is_its() && self.take(index, STORED);
+        let line = self.lines[at].lock();
+        // Under the lock, so that it is not said of the entry's next node.
+        let stored = line.stores && line.entry.nodeid == node && self.take(index, STORED);
+        drop(line);
         if stored {
             note();
         }
