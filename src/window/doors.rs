@@ -38,6 +38,11 @@ impl Rig {
         any
     }
 
+    /// How long the mapper would wait for a job.
+    pub fn patience(&self) -> Option<Duration> {
+        self.mapper.patience()
+    }
+
     pub fn event(&self, event: Event) {
         self.window.jobs.send(Job::Event(event));
     }

@@ -160,7 +160,7 @@ impl Mapper {
     }
 
     /// How long to wait for a job before something else is due.
-    fn patience(&self) -> Option<Duration> {
+    pub fn patience(&self) -> Option<Duration> {
         let care = self.needs_care().then(|| TICK.saturating_sub(self.cared.elapsed()));
         care.into_iter().chain(self.slots.as_ref().and_then(Slots::patience)).min()
     }

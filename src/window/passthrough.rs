@@ -474,6 +474,11 @@ impl Passthrough {
         Holes(index, self.table.update(index, |line| line.holes))
     }
 
+    /// The first byte of an entry's file for which a store may have to find room.
+    pub(super) fn first_hole(&self, index: u32) -> u64 {
+        self.table.update(index, |line| line.hole)
+    }
+
     /// `len` bytes of a node's file from `at` on now have blocks, unless somebody has punched a hole since `since`.
     pub fn allocated(&self, since: &Holes, file: BorrowedFd, at: u64, len: u64) {
         let Holes(index, before) = *since;

@@ -22,7 +22,7 @@ use super::{RANGE, table};
 use crate::fuse::ops::Result;
 
 /// How often to look for acknowledgements while one is missing: a host process or a file that needs a longer slot waits
-/// for it.
+/// for it. After [`STUCK`] they are what nobody waits for.
 const SOON: Duration = Duration::from_millis(1);
 
 /// How often to look at what nobody waits for.
@@ -210,10 +210,12 @@ impl Slots {
     pub fn patience(&self) -> Option<Duration> {
         let waits = self.known.values().any(|slot| slot.late.is_some() || slot.not_before.is_some());
         let holds = self.known.values().any(|slot| slot.held.is_some());
-        match self.pending.is_empty() && self.wanting.is_empty() {
-            false => Some(SOON),
-            true if waits => Some(LATER),
-            true => holds.then(|| TIMES.saturating_sub(self.settled.elapsed())),
+        let soon = |pending: &Pending| self.is_recent(pending) || matches!(pending.why, Why::Host(_));
+        match self.pending.iter().any(soon) || !self.wanting.is_empty() {
+            true => Some(SOON),
+            // The guest may hold pages of a slot for as long as it likes.
+            false if waits || !self.pending.is_empty() => Some(LATER),
+            false => holds.then(|| TIMES.saturating_sub(self.settled.elapsed())),
         }
     }
 
@@ -416,8 +418,11 @@ impl Slots {
 
     /// Whether slots are about to become free.
     fn room_comes(&self) -> bool {
-        let recent = |p: &Pending| self.now.saturating_duration_since(p.since) < STUCK;
-        self.pending.iter().any(|pending| pending.why == Why::Room && recent(pending))
+        self.pending.iter().any(|pending| pending.why == Why::Room && self.is_recent(pending))
+    }
+
+    fn is_recent(&self, pending: &Pending) -> bool {
+        self.now.saturating_duration_since(pending.since) < STUCK
     }
 
     fn has_room_without(&self, len: u64, own: Option<u64>, leave: &[u32]) -> bool {
@@ -567,12 +572,16 @@ impl Slots {
         }
         // Elsewhere: a file that somebody writes to may keep this thread waiting, and other files' slots must not wait.
         let (pass, settling) = (self.pass.clone(), self.settling.clone());
-        thread::spawn(move || {
+        let settle = move || {
             for (index, node, file) in files {
                 pass.settle_times_of(index, node, || touch(file.as_fd()));
             }
             settling.store(false, Ordering::Release);
-        });
+        };
+        if let Err(e) = thread::Builder::new().name("thruway-times".into()).spawn(settle) {
+            tracing::debug!("no thread for the times of files: {e}");
+            self.settling.store(false, Ordering::Release);
+        }
     }
 
     fn end_late(&mut self, index: u32) {
@@ -906,17 +915,23 @@ impl Slots {
     }
 
     /// Allocates the file's holes, and blocks of its own where it shares some, so that no store to it can fail for want
-    /// of space. The entry has one flag for the whole file, so a part would not do.
+    /// of space. The entry has one flag for the whole file, so a part would not do. Of a long file it does a part, and
+    /// the guest asks again: other files' slots must not wait, above all for a host process.
+    ///
+    /// # Errors
+    /// EAGAIN if there is more to do; ENOSPC; EIO.
     fn fill_holes(&mut self, index: u32) -> Result<()> {
         let held = self.known.get(&index).and_then(|slot| slot.held.as_ref()).ok_or(Errno::AGAIN)?;
         let (since, real) = (self.pass.holes(index), held.real.as_fd());
-        let size = fstat(real)?.st_size as u64;
-        let allocated = Stores::of(real)?.allocate(&held.real, 0, size);
+        let (size, stores) = (fstat(real)?.st_size as u64, Stores::of(real)?);
+        let from = self.pass.first_hole(index).min(size);
+        let end = size.min(from.saturating_add(stores.at_once()));
+        let allocated = stores.allocate(&held.real, from, end);
         allocated.map_err(|errno| match errno {
             Errno::NOSPC | Errno::DQUOT => Errno::NOSPC,
             _ => Errno::IO,
         })?;
-        self.pass.allocated(&since, real, 0, size.max(1));
+        self.pass.allocated(&since, real, from, (end - from).max(1));
         if self.pass.table.entry(index).state.is_writable() { Ok(()) } else { Err(Errno::AGAIN) }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::io::{Read, Write};
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::sync::mpsc;
 use std::task::Poll;
@@ -776,6 +776,45 @@ fn a_slot_that_has_grown_goes_as_a_whole() {
     window.rig.window.reset();
     window.start();
     assert_eq!((window.rig.live(), window.taken.mapped.lock().len()), ([0, 0, 1], 1));
+}
+
+#[test]
+fn a_guest_that_never_lets_go_is_looked_at_less_often() {
+    let mut window = Stepped::new(4 * RANGE, 4);
+    let now = Instant::now();
+    let file = full_file(5000);
+    let index = window.open_at(7, &file, now).unwrap();
+    window.grow(7, &file, RANGE + 1);
+    window.turns(now);
+    assert_eq!((window.state(index), window.rig.patience()), (REVOKING, Some(Duration::from_millis(1))));
+    window.turns(now + SECOND);
+    assert_eq!(window.rig.patience(), Some(Duration::from_millis(100)));
+}
+
+/// Only where the tests' directory is on a file system with blocks.
+#[test]
+fn a_long_file_is_allocated_in_parts() {
+    let dir = std::fs::File::open(env!("CARGO_MANIFEST_DIR")).unwrap();
+    if Stores::of(dir.as_fd()) != Ok(Stores::InPlace) {
+        return;
+    }
+    let mut window = Stepped::new(33 * RANGE, 4);
+    let now = Instant::now();
+    let file = tempfile::tempfile_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+    file.write_all_at(&[b'r'; 5000], 0).unwrap();
+    let index = window.open_at(7, &file, now).unwrap();
+    let grow = || Ok(file.set_len(3 * RANGE).unwrap());
+    window.rig.pass().truncate(7, 3 * RANGE, grow, || Ok(3 * RANGE)).unwrap();
+    window.turns(now);
+    assert_eq!(window.state(index), REVOKING);
+    window.acknowledge(index);
+    window.turns(now);
+    assert_eq!(window.state(index), doors::EntryState::Live { writable: false });
+    // Others need not wait until all of it is done. In a test, a part is one range.
+    let again = Err(Errno::AGAIN);
+    assert_eq!([0; 3].map(|at| window.ask_at(7, at, now)), [again, again, Ok(())]);
+    assert_eq!((window.state(index), window.rig.table().entry(index).size), (LIVE, 3 * RANGE));
+    assert!(file.metadata().unwrap().blocks() * 512 >= 3 * RANGE);
 }
 
 #[test]
