@@ -324,7 +324,9 @@ fuzz_target!(|bytes: &[u8]| {
                     told[at] = false;
                 }
                 10 => {
-                    let standing = kept.mapped.0.lock().unwrap().values().map(|piece| piece.standing).find(|of| of.node == node);
+                    let mapped = kept.mapped.0.lock().unwrap();
+                    let standing = mapped.values().map(|piece| piece.standing).find(|of| of.node == node);
+                    drop(mapped);
                     if let Some(standing) = standing {
                         kept.rig.event(if who & 0x80 == 0 {
                             Event::Revoke(standing.id)

@@ -26,8 +26,8 @@ const STATES: [(EntryState, u32); 6] = [
 const CHANGES: [Change; 6] =
     [Change::Map, Change::AllowStores, Change::Revoke, Change::Withdraw, Change::Seize, Change::Release];
 
-/// Whether the guest may see `after` in place of `before`. A live slot may grow. It is never removed, moved or made shorter
-/// without a revocation.
+/// Whether the guest may see `after` in place of `before`. A live slot may grow. It is never removed, moved or made
+/// shorter without a revocation.
 fn is_legal(before: Entry, after: Entry) -> bool {
     // Only what the guest could store to is ever lost, when a slot is taken away.
     let seized = before.state == EntryState::Revoking { writable: true } && after.state == EntryState::Gone;

@@ -232,8 +232,8 @@ pub struct Options {
     ///
     /// The size is a power of two, at least 2M, and at most 2M times --max-mappings. The frontend must support shared
     /// memory regions: docs/dax.md has the command for QEMU. The daemon needs CAP_SYS_ADMIN and Linux 6.9. Without them
-    /// it warns and starts without a window. With SIZE,required it fails instead. A guest with -o dax=inode maps no more
-    /// files than fit into four fifths of the window.
+    /// it warns and starts without a window. With SIZE,required it fails instead. A guest with -o dax=inode maps no
+    /// more files than fit into four fifths of the window.
     #[arg(long, value_name = "SIZE[,required]", default_value = "0", value_parser = parse_window)]
     pub dax_window: WindowSize,
 

@@ -86,8 +86,8 @@ impl PassthroughFs {
         }
     }
 
-    /// Gives the guest an open file. `flags`: the guest's. `known`: its attributes, if they were just read. `out`: makes
-    /// the reply's body.
+    /// Gives the guest an open file. `flags`: the guest's. `known`: its attributes, if they were just read. `out`:
+    /// makes the reply's body.
     fn opened<T: IntoBytes + Immutable>(
         &self,
         inode: &Arc<Inode>,

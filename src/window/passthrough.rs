@@ -43,8 +43,8 @@ pub struct Settings {
     pub writable: Writable,
 }
 
-/// After so many messages a file that has lost its slot gets another if one is idle. A mapping takes as long as some ten
-/// messages.
+/// After so many messages a file that has lost its slot gets another if one is idle. A mapping takes as long as some
+/// ten messages.
 const MISSED: u32 = 16;
 
 /// The smallest window: a table and one range for slots.
@@ -451,9 +451,9 @@ impl Passthrough {
         self.changed(index, revoked);
     }
 
-    /// Gives a node's file the present time if the guest has stored to it in place since the last call. Call this before
-    /// a request of the guest reads or changes the file's attributes or data. `touch`: calls [`touch`] with the file.
-    /// Whether it was called.
+    /// Gives a node's file the present time if the guest has stored to it in place since the last call. Call this
+    /// before a request of the guest reads or changes the file's attributes or data. `touch`: calls [`touch`] with the
+    /// file. Whether it was called.
     pub fn settle_times(&self, node: u64, touch: impl FnOnce() -> Result<()>) -> bool {
         self.index(node).is_some_and(|index| self.settle_times_of(index, node, touch))
     }
@@ -638,8 +638,8 @@ impl Passthrough {
     }
 }
 
-/// Sets the times of a file that was stored to in place: the kernel does that at the first store to a clean page, and on
-/// tmpfs never.
+/// Sets the times of a file that was stored to in place: the kernel does that at the first store to a clean page, and
+/// on tmpfs never.
 pub fn touch(file: BorrowedFd) -> Result<()> {
     let time = |tv_nsec| Timespec { tv_sec: 0, tv_nsec };
     let times = Timestamps { last_access: time(UTIME_OMIT), last_modification: time(UTIME_NOW) };

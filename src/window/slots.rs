@@ -50,8 +50,8 @@ const OPENING: Duration = Duration::from_millis(if cfg!(fuzzing) { 0 } else { 15
 /// of one for as long as it likes.
 const STUCK: Duration = Duration::from_secs(1);
 
-/// The most mappings that one file has: the frontend has room for [`MAX_MAPPINGS`](super::MAX_MAPPINGS) in all. Each but
-/// the first makes the slot longer, mostly to twice its length, so 2 MiB become 256. A file that needs more moves.
+/// The most mappings that one file has: the frontend has room for [`MAX_MAPPINGS`](super::MAX_MAPPINGS) in all. Each
+/// but the first makes the slot longer, mostly to twice its length, so 2 MiB become 256. A file that needs more moves.
 const PIECES: usize = 8;
 
 /// What [`Slots::reserve`] says if there is no room in the window now, and if there never is.
@@ -873,8 +873,8 @@ impl Slots {
                 Err(Errno::AGAIN)
             }
             Err(TOO_LONG | Errno::NOSPC | Errno::DQUOT) => Err(Errno::NOSPC),
-            // A truncation is under way; the frontend does not answer; a process of the host executes the file, or has a
-            // lease; a hole came meanwhile; for want of memory or descriptors.
+            // A truncation is under way; the frontend does not answer; a process of the host executes the file, or has
+            // a lease; a hole came meanwhile; for want of memory or descriptors.
             Err(
                 Errno::BUSY
                 | Errno::TIMEDOUT

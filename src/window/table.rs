@@ -210,7 +210,8 @@ impl Line {
         Ok(())
     }
 
-    /// More of the file is mapped right behind its slot, which has `len` bytes now. A guest that knows the slot is told.
+    /// More of the file is mapped right behind its slot, which has `len` bytes now. A guest that knows the slot is
+    /// told.
     pub fn lengthen(&mut self, len: u64) {
         let Some((at, _)) = self.slot.filter(|(_, length)| *length < len) else { return };
         self.slot = Some((at, len));

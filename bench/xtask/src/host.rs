@@ -100,8 +100,8 @@ impl Share {
         Ok(share)
     }
 
-    /// A new ext4. In one where many files were deleted in the last minutes, ext4 spends most of the time of a create on
-    /// finding a number that was not used lately (recently_deleted of fs/ext4/ialloc.c).
+    /// A new ext4. In one where many files were deleted in the last minutes, ext4 spends most of the time of a create
+    /// on finding a number that was not used lately (recently_deleted of fs/ext4/ialloc.c).
     fn mount(&mut self) -> Result<()> {
         let image = tempfile::NamedTempFile::new_in("/dev/shm").map_err(|e| format!("cannot make an image: {e}"))?;
         image.as_file().set_len(DISK).map_err(|e| format!("cannot make an image: {e}"))?;
