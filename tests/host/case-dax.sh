@@ -107,15 +107,15 @@ case_dax_contents_inode() {
     window_case contents dax-contents.py inode
 }
 
-# fsx_on_shares BOOT-ARGUMENT...: a guest for each of the shares guarded and fast.
+# fsx_on_shares BOOT-ARGUMENT...: a guest for each of the shares that fsx_volume names.
 fsx_on_shares() {
-    local name pids=()
-    for name in guarded fast; do
+    local name names=("${!fsx_volume[@]}") pids=()
+    for name in "${names[@]}"; do
         # shellcheck disable=SC2086  # a list
         start_window_guest "$name" "$@" --tools --fs "$name=$work/sockets/$name" "$guest_dir/fsx.sh" ${fsx_volume[$name]}
         pids+=("$guest_pid")
     done
-    for name in guarded fast; do
+    for name in "${names[@]}"; do
         guest_pid=${pids[0]} pids=("${pids[@]:1}")
         finish_window_guest "$name"
     done

@@ -33,10 +33,19 @@ case_passthrough_messages() {
     window_case messages passthrough-messages.py
 }
 
-# On ext4 and on tmpfs. In a soak a seed takes a CPU about 10 minutes.
+# On ext4 and on tmpfs, in a soak on XFS and Btrfs too. In a soak a seed takes a CPU about 10 minutes.
 case_passthrough_fsx() {
+    local name
     local -A fsx_volume=([guarded]=$(pick '3000 1' '200000 1 2 3') [fast]=$(pick '3000 1' '200000 4 5'))
     passthrough
+    if [[ $SOAK ]]; then
+        for name in xfs btrfs; do
+            # XFS needs 300 MiB.
+            volume "$name" 320 || continue
+            window_daemon "$name" "$work/$name"
+            fsx_volume[$name]='200000 6 7'
+        done
+    fi
     make_share guarded
     make_fast_share fast
     window_daemon guarded "$work/guarded"
@@ -44,6 +53,7 @@ case_passthrough_fsx() {
     fsx_on_shares "${window_boot[@]}"
     was_passed guarded
     was_passed fast
+    [[ ! ${fsx_volume[xfs]-} ]] || was_passed xfs
 }
 
 # was_passed NAME: checks that the daemon passed a file through.
