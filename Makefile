@@ -65,7 +65,7 @@ test:
 	tests/run
 
 soak:
-	vm-images/setup.sh tools tree
+	vm-images/setup.sh tools tree programs
 	$(MAKE) unit build
 	tests/run --soak
 

@@ -146,6 +146,18 @@ case_passthrough_programs() {
     was_passed s
 }
 
+# Databases with their data on the share. vm-images/setup.sh has fetched them.
+soak_passthrough_databases() {
+    passthrough
+    "$root/vm-images/setup.sh" programs
+    cp -r "$guest_dir" "$work/host"
+    cp -r "$(. "$root/vm-images/lib.sh" && programs_dir)/root" "$work/host/programs"
+    # 1024 MiB: a database with its cache, beside the guest's own.
+    window_boot+=(--mem 1024 --timeout "$(pick 1800 10800)" --ro-dir "$work/host")
+    window_case databases passthrough-databases.py "$(pick 100 5000)" "$(pick 5000 100000)"
+    was_passed s
+}
+
 # QEMU and the daemon are killed. All that the guest has synced is on the host.
 case_passthrough_power_cut() {
     local promised pid
