@@ -82,9 +82,8 @@ impl Frontend for Vmm {
             return Err(io::Error::other("no"));
         }
         let mut mapped = self.0.0.lock().unwrap();
-        let overlaps = |(place, piece): (&(u8, u64), &Piece)| {
-            place.0 == region && place.1 < at + len && at < place.1 + piece.len
-        };
+        let overlaps =
+            |(place, piece): (&(u8, u64), &Piece)| place.0 == region && place.1 < at + len && at < place.1 + piece.len;
         assert!(!mapped.iter().any(overlaps), "two mappings overlap");
         mapped.insert((region, at), Piece { len, standing: self.1.of(file), from });
         Ok(())
@@ -295,8 +294,10 @@ fuzz_target!(|bytes: &[u8]| {
                 2 => pass.release(node),
                 3 => pass.forget(node),
                 4 => {
-                    let (offset, len) = (bytes_of(&mut input), bytes_of(&mut input).min(8192));
                     let append = who & 0x80 != 0;
+                    // More than a slot has, now and then.
+                    let most = if append && who & 0x40 != 0 { 2 * RANGE } else { 8192 };
+                    let (offset, len) = (bytes_of(&mut input), bytes_of(&mut input).min(most));
                     let offset = if append { kept.size(node) } else { offset };
                     pwrite(kept.file(node), &vec![2; len as usize], offset).unwrap();
                     pass.wrote(node, kept.file(node).as_fd(), (!append).then_some(offset), len);
