@@ -178,6 +178,71 @@ case_passthrough_power_cut() {
     note "all $promised synced writes are on the host"
 }
 
+# faulty_guest NAME honest|flips: boots a guest on shares of its own, and sets $guest_pid and $daemon_pid.
+faulty_guest() {
+    make_share "share-$1"
+    make_share "meet-$1"
+    start_daemon "meet@$1" "$work/meet-$1" --cache=never
+    window_daemon "s@$1" "$work/share-$1"
+    start_window_guest "$1" --no-mount --cpus 2 --queues 2 --fs "s=$work/sockets/s@$1" --fs "meet=$work/sockets/meet@$1" \
+        "${window_boot[@]}" "$guest_dir/passthrough-faults.py" "$2" "$seed"
+}
+
+# faults NAME KIND COUNT ARGUMENT...: makes faults for this guest, with the variables of faulty_guest.
+faults() {
+    # 120 s: the boot and the first round of each process, under emulation on a busy machine.
+    wait_line "$work/$1.out" '^ready' 120 "$guest_pid"
+    "$root/tests/host/faults.py" "$2" --seed "$seed" --faults "$3" --daemon "$(family "$daemon_pid" | paste -sd,)" \
+        --guest "$(<"$work/$1.pid")" --share "$work/share-$1" "${@:4}" || fail "faults $*"
+}
+
+# nothing_foreign NAME: looks at the files as the host has them.
+nothing_foreign() { "$root/tests/host/faults.py" check --share "$work/share-$1" || fail 'a byte that belongs elsewhere'; }
+
+# faults_end NAME: the guest ends in order, and its kernel has warned of nothing.
+faults_end() {
+    touch "$work/meet-$1/stop"
+    wait "$guest_pid" || fail "the guest '$1' ended with an error: $(tail -n 5 "$work/$1.out")"
+    cat "$work/$1.out"
+    logs_are_clean "$work/$1.logs"
+}
+
+# Faults from outside of the daemon. FAULTS_SEED repeats a run's faults, though not the moments at which they come.
+case_passthrough_faults() {
+    local round making pid seed=${FAULTS_SEED:-$RANDOM}
+    passthrough
+    for ((round = 0; round < $(pick 1 20); round++, seed++)); do
+        note "FAULTS_SEED=$seed"
+        # A table that lies. The windows are smaller than the files together, so that slots go from one to another.
+        window_options=(--passthrough-window=8M,required --passthrough-min-size=0)
+        faulty_guest "flips-$round" flips
+        faults "flips-$round" flips "$(pick 40 400)" &
+        making=$! pid=$guest_pid
+        # A daemon and a guest that stand still, the host's changes, and the daemon's sudden end.
+        window_options=(--passthrough-window=16M,required --passthrough-min-size=0)
+        faulty_guest "killed-$round" honest
+        faults "killed-$round" stops "$(pick 20 100)" --kill "$work/meet-killed-$round"
+        # 60 s: it waits for 3 s.
+        wait_line "$work/killed-$round.out" '^survived' 60 "$guest_pid"
+        kill -KILL -- "-$(<"$work/killed-$round.pid")"
+        wait "$guest_pid" || true
+        cat "$work/killed-$round.out"
+        logs_are_clean "$work/killed-$round.logs"
+        nothing_foreign "killed-$round"
+        wait "$making" || fail 'the faults of the other guest'
+        guest_pid=$pid
+        faults_end "flips-$round"
+        if [[ $SOAK ]]; then
+            faulty_guest "stops-$round" honest
+            faults "stops-$round" stops 100
+            faults_end "stops-$round"
+            nothing_foreign "stops-$round"
+        fi
+    done
+    # A guest that is too late is worth a warning.
+    ! grep -HnaE 'panicked|seccomp|SIGSYS' "$work"/daemons.logs/*.log || fail 'errors in the logs'
+}
+
 # The functional suite with passed-through files, by the same guest without a window, and by a stock guest with the window
 # offered.
 case_passthrough_functional() {
