@@ -229,9 +229,11 @@ case_passthrough_faults() {
         cat "$work/killed-$round.out"
         logs_are_clean "$work/killed-$round.logs"
         nothing_foreign "killed-$round"
+        was_passed "s@killed-$round"
         wait "$making" || fail 'the faults of the other guest'
         guest_pid=$pid
         faults_end "flips-$round"
+        was_passed "s@flips-$round"
         if [[ $SOAK ]]; then
             faulty_guest "stops-$round" honest
             faults "stops-$round" stops 100
