@@ -174,7 +174,11 @@ impl Jobs {
             Origin::Reset if matches!(queue.jobs.back(), Some(Job::Reset)) => return,
             Origin::Reset => {}
         }
-        queue.jobs.push_back(job);
+        match job {
+            // A process of the host waits, and the guard does not let it wait for long.
+            Job::Event(Event::Revoke(_)) => queue.jobs.push_front(job),
+            job => queue.jobs.push_back(job),
+        }
         drop(queue);
         self.some.notify_one();
     }

@@ -38,12 +38,12 @@ impl Stores {
         })
     }
 
-    /// How many bytes of a file can be allocated in less than a second or so: on XFS the blocks may have to be copied,
-    /// and 100 MB/s is slow. Elsewhere, only what tells of blocks is written.
+    /// How many bytes of a file can be allocated in less than a quarter of a second or so: on XFS the blocks may have
+    /// to be copied, and 100 MB/s is slow. Elsewhere, only what tells of blocks is written.
     pub const fn at_once(self) -> u64 {
         match self {
             _ if cfg!(test) => RANGE,
-            Self::Unshared => 64 << 20,
+            Self::Unshared => 16 << 20,
             Self::InPlace | Self::Memory | Self::Elsewhere => 4 << 30,
         }
     }
