@@ -616,6 +616,11 @@ fn a_clone_ends_stores_in_place_until_the_guest_wants_them(kind: &str) {
     assert!(host.wait().unwrap().success());
     wait_for(VALID, VALID | REVOKED);
     assert_eq!(guest.slot(index).0, VALID, "a store would take blocks");
+    for mode in [0, libc::FALLOC_FL_KEEP_SIZE] {
+        // It leaves the blocks shared.
+        guest.fallocate(node, fh, mode, 0, LEN).unwrap();
+        assert_eq!(guest.slot(index).0, VALID, "a store would take blocks");
+    }
     assert_eq!((guest.ask(node, fh, true), guest.slot(index).0), (Ok(()), VALID | WRITABLE));
     disk.fill();
     assert_eq!(guest.touch_slot(index, LEN, true), None);

@@ -218,7 +218,8 @@ impl Passthrough {
                 }
                 (How::Deciding(..), _) => {}
             }
-        } else if let (Some(source), Some(index)) = (source, nodes.free.pop()) {
+        } else if let Some((source, index)) = source.and_then(|source| Some((source, nodes.free.pop()?))) {
+            self.table.begin(index, node);
             nodes.known.insert(node, Node { opens: 1, how: How::Deciding(index, Vec::new()), released: 0 });
             let (session, this) = (nodes.session, self.clone());
             let refused = Box::new(move || this.refuse(session, node, index));
@@ -268,10 +269,13 @@ impl Passthrough {
     /// The mapper's queue is full. The caller may hold the lock of [`Self::nodes`], since the locks are taken in a new
     /// thread.
     fn refuse(self: Arc<Self>, session: u64, node: u64, index: u32) {
-        std::thread::spawn(move || {
+        let refuse = move || {
             self.decide(session, node, index, false);
             self.nodes.lock().free(session, index);
-        });
+        };
+        if let Err(error) = std::thread::Builder::new().name("thruway-refuse".into()).spawn(refuse) {
+            tracing::warn!(node, "no thread to answer an open: {error}");
+        }
     }
 
     /// Makes a kept entry live again, for the first open of its node (session, node, index). If that fails, the open
@@ -489,7 +493,13 @@ impl Passthrough {
                 self.skipped(line, old);
             }
             if (at..end).contains(&line.hole) && line.holes == before {
-                line.hole = self.hole(file, end.min(size), size).unwrap_or(line.hole);
+                // An allocation without FALLOC_FL_UNSHARE_RANGE leaves blocks shared.
+                let (from, done) = (line.hole, end.min(size));
+                let own = match (self.settings.writable, Stores::of(file)) {
+                    (Writable::InPlace, Ok(Stores::Unshared)) => sys::shared(file, from, done).unwrap_or(from),
+                    _ => done,
+                };
+                line.hole = if own < done { own } else { self.hole(file, done, size).unwrap_or(from) };
             }
             note(line, &st);
             settle(line)
@@ -582,6 +592,7 @@ impl Passthrough {
             }
         }
         resize(line, size);
+        forget_past_end(line);
         if line.entry().size != old {
             line.count_change();
         }
@@ -596,16 +607,29 @@ impl Passthrough {
         run: impl FnOnce() -> Result<R>,
         size: impl FnOnce() -> Result<u64>,
     ) -> Result<R> {
-        let Some(index) = self.index(node) else { return run() };
-        let old = self.table.update(index, |line| {
-            line.limits.push(to);
-            let old = line.entry().size;
-            resize(line, old);
-            old
-        });
+        let limit = |line: &mut Line| {
+            (line.entry().nodeid == node).then(|| {
+                line.limits.push(to);
+                let old = line.entry().size;
+                resize(line, old);
+                old
+            })
+        };
+        let limited = self.index(node);
+        let old = limited.and_then(|index| self.table.update(index, limit));
         let done = run();
+        if let Some(index) = limited.filter(|_| old.is_some()) {
+            self.table.update(index, |line| {
+                let limit = line.limits.iter().position(|limit| line.entry().nodeid == node && *limit == to);
+                limit.map(|at| line.limits.swap_remove(at))
+            });
+        }
+        // Meanwhile an open may have taken over the old size, or the entry may have become another node's.
+        let Some(index) = self.index(node) else { return done };
         let revoked = self.table.update(index, |line| {
-            line.limits.iter().position(|limit| *limit == to).map(|at| line.limits.swap_remove(at));
+            if line.entry().nodeid != node {
+                return false;
+            }
             if to > line.entry().size {
                 self.skipped(line, line.entry().size);
             }
@@ -614,9 +638,10 @@ impl Passthrough {
             match size() {
                 Ok(size) => resize(line, size),
                 // Both failed, so the size is what it was.
-                Err(_) if done.is_err() => resize(line, old),
+                Err(_) if done.is_err() => old.into_iter().for_each(|old| resize(line, old)),
                 Err(_) => {}
             }
+            forget_past_end(line);
             settle(line)
         });
         self.changed(index, revoked);
@@ -657,6 +682,14 @@ fn resize(line: &mut Line, size: u64) {
     line.set_size(line.limits.iter().copied().fold(size, u64::min));
 }
 
+/// What was known of a file past its end no longer holds once somebody makes it longer.
+fn forget_past_end(line: &mut Line) {
+    // u64::MAX: holes do not count.
+    if line.hole != u64::MAX {
+        line.hole = line.hole.min(line.entry().size);
+    }
+}
+
 /// Lets the guest store to a live entry if no store can fail, and revokes the entry if stores were allowed and may fail
 /// from now on. Whether it revoked.
 fn settle(line: &mut Line) -> bool {
@@ -687,10 +720,22 @@ mod tests {
         let settings = Settings { size: 4 * RANGE, slots: 1, writable: Writable::InPlace };
         let pass = Passthrough::new(settings, Arc::default()).unwrap();
         pass.on.store(true, Ordering::Release);
-        pass.nodes.lock().known.insert(NODE, Node { opens: 1, how: How::Passing(INDEX), released: 0 });
+        give(&pass, NODE, file);
+        pass
+    }
+
+    /// The node gets the entry and a slot.
+    fn give(pass: &Passthrough, node: u64, file: &File) {
+        pass.nodes.lock().known.insert(node, Node { opens: 1, how: How::Passing(INDEX), released: 0 });
+        pass.table.begin(INDEX, node);
         pass.table.update(INDEX, |line| line.slot = Some((0, RANGE)));
         let _ = pass.live(INDEX, file.as_fd(), None, false);
-        pass
+    }
+
+    /// The node's entry is free, as after its last release.
+    fn take_away(pass: &Passthrough) {
+        pass.nodes.lock().known.remove(&NODE);
+        pass.table.update(INDEX, |line| line.step(Change::Release).unwrap());
     }
 
     fn full_file(dir: &str) -> File {
@@ -698,6 +743,11 @@ mod tests {
         file.write_all(&vec![b'r'; SIZE as usize]).unwrap();
         file.sync_all().unwrap();
         file
+    }
+
+    fn set_len(file: &File, len: u64) -> Result<()> {
+        file.set_len(len).unwrap();
+        Ok(())
     }
 
     fn punch(file: &File, at: u64) {
@@ -733,6 +783,62 @@ mod tests {
             let dir = File::open(dir).unwrap();
             matches!(Stores::of(dir.as_fd()), Ok(Stores::InPlace | Stores::Memory))
         })
+    }
+
+    #[test]
+    fn files_that_do_not_pass_take_no_entry() {
+        let file = full_file("/dev/shm");
+        let pass = Arc::new(passing(&file));
+        let free = pass.nodes.lock().free.len();
+        for node in NODE + 1..NODE + 9 {
+            assert!(pass.open(node, file.as_fd(), None) == Poll::Ready(None));
+            pass.release(node);
+        }
+        assert_eq!(pass.nodes.lock().free.len(), free);
+    }
+
+    #[test]
+    fn a_truncation_meets_an_open() {
+        let file = full_file("/dev/shm");
+        let pass = passing(&file);
+        take_away(&pass);
+        let cut = || {
+            // It sees the old size.
+            give(&pass, NODE, &file);
+            assert_eq!(pass.table.entry(INDEX).size, SIZE);
+            set_len(&file, 10)
+        };
+        pass.truncate(NODE, 10, cut, || Ok(look(&file)?.0)).unwrap();
+        assert_eq!(pass.table.entry(INDEX).size, 10);
+    }
+
+    #[test]
+    fn a_truncation_leaves_the_entrys_next_node_alone() {
+        let (file, other) = (full_file("/dev/shm"), full_file("/dev/shm"));
+        let pass = passing(&file);
+        let cut = || {
+            take_away(&pass);
+            give(&pass, NODE + 1, &other);
+            set_len(&file, 10)
+        };
+        pass.truncate(NODE, 10, cut, || Ok(look(&file)?.0)).unwrap();
+        assert_eq!(pass.table.entry(INDEX).size, SIZE);
+        // Nor does its limit stay.
+        pass.truncate(NODE + 1, 2 * SIZE, || set_len(&other, 2 * SIZE), || Ok(look(&other)?.0)).unwrap();
+        assert_eq!(pass.table.entry(INDEX).size, 2 * SIZE);
+    }
+
+    #[test]
+    fn holes_past_a_new_end_are_found() {
+        let file = full_file("/dev/shm");
+        let pass = passing(&file);
+        assert_eq!(state(&pass), WRITABLE);
+        pass.truncate(NODE, 4096, || set_len(&file, 4096), || Ok(look(&file)?.0)).unwrap();
+        // Somebody else makes the file longer by a hole, which the guest does not know of when it writes at the end.
+        file.set_len(SIZE / 2).unwrap();
+        file.write_all_at(b"w", 4096).unwrap();
+        pass.wrote(NODE, file.as_fd(), Some(4096), 1);
+        assert_eq!(state(&pass), REVOKED);
     }
 
     #[test]

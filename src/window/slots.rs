@@ -262,7 +262,6 @@ impl Slots {
 
     fn open(&mut self, session: u64, node: u64, index: u32, source: Arc<dyn Source>) {
         let start = Instant::now();
-        self.pass.table.begin(index);
         let (held, late, not_before, idle) = (None, None, None, None);
         self.known.insert(index, Slot { session, node, source, held, late, not_before, idle });
         let mapped = self.fill(index, Need::Open);
@@ -488,12 +487,19 @@ impl Slots {
             let empty = |slot: &Slot| slot.held.is_none() && slot.late.is_none();
             slots.known.get(&want.index).is_some_and(empty) && !slots.is_kept_away(want.index)
         };
+        let mut full = false;
         for want in std::mem::take(&mut self.wanting) {
             if want.need != Need::Open && !waits(self, &want) {
                 continue;
             }
-            let mapped = self.fill(want.index, want.need);
             let patient = self.now.saturating_duration_since(want.since) < OPENING;
+            // One that finds no room is enough: each look takes system calls.
+            if full && patient && self.room_comes() {
+                self.wanting.push(want);
+                continue;
+            }
+            let mapped = self.fill(want.index, want.need);
+            full |= mapped == Err(FULL);
             match mapped {
                 Err(FULL) if patient && self.room_comes() => self.wanting.push(want),
                 mapped if want.need == Need::Open => self.decide(want.index, want.since, mapped),
@@ -655,7 +661,8 @@ impl Slots {
         if let Some(slot) = self.known.get_mut(&index) {
             slot.not_before = Some(Instant::now() + LATER);
         }
-        let done = self.pass.table.update(index, |line| line.step(change));
+        // Meanwhile the last open may have been released.
+        let done = self.pass.table.update(index, |line| line.step(change).or_else(|_| line.step(Change::Withdraw)));
         debug_assert!(done.is_ok(), "a live entry loses its slot");
     }
 

@@ -343,7 +343,11 @@ impl Table {
     }
 
     /// The entry is another node's from now on: what the guest said of the one before does not count.
-    pub fn begin(&self, index: u32) {
+    pub fn begin(&self, index: u32, node: u64) {
+        self.update(index, |line| {
+            line.set_node(node);
+            (line.missed, line.limits) = (0, Vec::new());
+        });
         self.take(index, STORED);
         self.take(index, USED);
     }
