@@ -145,7 +145,14 @@ fn bar(cell: &str) -> Option<Bar> {
 
 /// Panels side by side: three, or four if there are many panels with few bars.
 fn columns(figure: &Figure) -> usize {
-    figure.panels.len().clamp(1, if figure.contenders.len() > 3 || figure.panels.len() <= 9 { 3 } else { 4 })
+    let most = match figure.contenders.len() {
+        // More bars need wider panels for their figures.
+        7.. => 2,
+        4.. => 3,
+        _ if figure.panels.len() <= 9 => 3,
+        _ => 4,
+    };
+    figure.panels.len().clamp(1, most)
 }
 
 fn width(figure: &Figure) -> u32 {
