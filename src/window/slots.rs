@@ -291,7 +291,7 @@ impl Slots {
         let (node, source) = (slot.node, slot.source.clone());
         let real = Arc::new(source.open(true)?);
         // Cheaper than to find out later.
-        if need == Need::Open && !self.pass.is_whole(real.as_fd())? {
+        if need == Need::Open && !self.pass.seems_whole(real.as_fd())? {
             return Err(Errno::OPNOTSUPP);
         }
         let id = self.shared.next_id();
