@@ -11,7 +11,7 @@ mount("s", "always")
 with mapped(f"{S}/file", 16 * RANGE, writable=True) as view:
     for number in range(16):
         view[number * RANGE] = 1
-    for turn in range(1200):
+    for turn in range(6000):
         # The mapped ranges stay mapped.
         view[0] = view[15 * RANGE] = turn % 256
         print(f"alive {turn}", flush=True)

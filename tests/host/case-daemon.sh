@@ -62,8 +62,8 @@ killed() {
 
 killed_and_gone() {
     killed "$@"
-    # 5 s: it only has to end.
-    wait_gone 5 "$daemon_pid" || fail 'the daemon did not end with its guest'
+    # 60 s: it only has to end.
+    wait_gone 60 "$daemon_pid" || fail 'the daemon did not end with its guest'
     wait "$daemon_pid" || fail "the daemon ended with status $?"
     logs_are_clean "$work/daemons.logs"
 }
@@ -82,7 +82,7 @@ case_keep_alive() {
     kill -0 "$daemon_pid" || fail 'the daemon did not stay'
     logs_are_clean "$work/daemons.logs"
     kill "$daemon_pid"
-    wait_gone 5 "$daemon_pid" || fail 'the daemon does not end on SIGTERM'
+    wait_gone 60 "$daemon_pid" || fail 'the daemon does not end on SIGTERM'
 }
 
 # own_memory PID: prints the KiB of a process and its descendants, without the guest memory that they have mapped.

@@ -82,8 +82,8 @@ start_daemon() {
     setsid "${command[@]}" --socket-path "$work/sockets/$name" --shared-dir "$directory" --tag "${name%@*}" "$@" \
         >"$work/daemons.logs/daemon-$name.log" 2>&1 </dev/null &
     daemon_pid=$!
-    # 10 s: it needs milliseconds, or a second on a busy machine.
-    deadline=$((SECONDS + 10))
+    # 60 s: it needs milliseconds, or seconds on a busy machine.
+    deadline=$((SECONDS + 60))
     until [[ -S $work/sockets/$name ]]; do
         if ((SECONDS > deadline)) || ! kill -0 "$daemon_pid" 2>/dev/null; then
             cat "$work/daemons.logs/daemon-$name.log"
