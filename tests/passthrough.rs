@@ -83,7 +83,7 @@ fn run_tests(filter: &str) -> ExitCode {
 }
 
 fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
-    let end = Instant::now() + 5 * SOON;
+    let end = Instant::now() + 100 * SOON;
     while !done() {
         assert!(Instant::now() < end, "{what}");
         sleep(Duration::from_millis(1));
@@ -146,7 +146,8 @@ impl Guest {
 
     fn with(config: Config, dax: u64, writable: Writable) -> Self {
         let dir = TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-        let proxy = proxy::start(GuardMode::Fanotify, seccomp::Action::Kill).unwrap_or_else(|e| skip(e));
+        let proxy =
+            proxy::start(GuardMode::Fanotify, proxy::DEADLINE, seccomp::Action::Kill).unwrap_or_else(|e| skip(e));
         let guard = proxy.guard().clone();
         let settings = Settings { size: SIZE, slots: SLOTS, writable };
         let window = Window::new(dax, Some(settings), Arc::new(proxy)).unwrap();
@@ -488,7 +489,8 @@ fn appends_by_the_host_revoke_nothing() {
     }
     let after = guest.entry(index);
     assert_eq!(after, Entry { size: after.size, change: after.change, ..before });
-    assert_eq!(after.change, 32);
+    // One for each append, and one more if the kernel tells of the last one while the next is half done.
+    assert!((32..64).contains(&after.change), "{}", after.change);
     assert_eq!((after.flags, guest.revocations()), (VALID | WRITABLE, 0));
     assert_eq!(guest.slot(index).get::<u8>(after.size as usize - 1), b'a');
     // Longer by a hole.

@@ -74,7 +74,7 @@ impl Daemon {
     }
 
     fn wait_until(&mut self, what: &str, done: impl Fn(&Self) -> bool) {
-        let end = Instant::now() + Duration::from_secs(10);
+        let end = Instant::now() + Duration::from_secs(100);
         while !done(self) {
             assert!(Instant::now() < end, "not {what}: {}", self.log());
             sleep(Duration::from_millis(5));

@@ -184,7 +184,7 @@ struct Daemon {
 impl Daemon {
     fn guest(self) -> (Guest, Self) {
         let path = self.socket.path().join("socket");
-        let until = Instant::now() + Duration::from_secs(20);
+        let until = Instant::now() + Duration::from_secs(100);
         while !path.exists() && Instant::now() < until {
             sleep(Duration::from_millis(1));
         }
@@ -220,7 +220,8 @@ impl Guest {
 
     fn with(disk: &Disk, dax: u64, passthrough: Option<Settings>) -> Self {
         // By a process of one thread.
-        let proxy = proxy::start(GuardMode::Fanotify, seccomp::Action::Kill).unwrap_or_else(|e| skip(e));
+        let proxy =
+            proxy::start(GuardMode::Fanotify, proxy::DEADLINE, seccomp::Action::Kill).unwrap_or_else(|e| skip(e));
         if disk.kind != "tmpfs" && *proxy.guard() != Guard::On {
             skip(proxy.guard());
         }
@@ -567,7 +568,7 @@ fn what_passes_is_stored_to_on_a_full_disk(kind: &str) {
         disk.fill();
         assert_eq!(guest.slot(index).0, VALID | WRITABLE | REVOKED);
         guest.acknowledge(index);
-        let until = Instant::now() + Duration::from_secs(20);
+        let until = Instant::now() + Duration::from_secs(100);
         while guest.slot(index).0 & (VALID | REVOKED) != VALID && kind != "tmpfs" && Instant::now() < until {
             sleep(Duration::from_millis(1));
         }
@@ -604,7 +605,7 @@ fn a_clone_ends_stores_in_place_until_the_guest_wants_them(kind: &str) {
     let path = |name| disk.path(name).to_str().unwrap().to_owned();
     let mut host = this(&["--clone", &path("file"), &path("clone")]).spawn().unwrap();
     let wait_for = |flags, mask| {
-        let until = Instant::now() + Duration::from_secs(20);
+        let until = Instant::now() + Duration::from_secs(100);
         while guest.slot(index).0 & mask != flags {
             assert!(Instant::now() < until, "{:?} is not {flags}", guest.slot(index));
             sleep(Duration::from_millis(1));

@@ -54,7 +54,7 @@ const TESTS: &[(&str, fn())] = &[
     ("changes_of_watched_files_are_told", changes_of_watched_files_are_told),
     ("the_daemons_truncations_do_not_wait", the_daemons_truncations_do_not_wait),
     ("two_ids_of_one_file_are_both_revoked", two_ids_of_one_file_are_both_revoked),
-    ("a_truncation_waits_two_seconds_at_most", a_truncation_waits_two_seconds_at_most),
+    ("a_truncation_waits_for_the_deadline_at_most", a_truncation_waits_for_the_deadline_at_most),
     ("nothing_hangs_under_load", nothing_hangs_under_load),
     ("nothing_is_left_of_closed_files", nothing_is_left_of_closed_files),
     ("the_process_can_do_little", the_process_can_do_little),
@@ -70,6 +70,10 @@ const ID: u64 = 7;
 /// Uid of `nobody` on Linux distributions. Any unused one would do.
 const NOBODY: u32 = 65534;
 const SOON: Duration = Duration::from_secs(1);
+/// What ends by itself has ended by then, however busy the machine is.
+const LONG: Duration = Duration::from_secs(100);
+/// A deadline that no test reaches.
+const HOUR: Duration = Duration::from_secs(3600);
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -100,13 +104,21 @@ struct Window {
 
 impl Window {
     fn new(guard: GuardMode) -> Self {
+        Self::with_deadline(guard, HOUR)
+    }
+
+    fn with_deadline(guard: GuardMode, deadline: Duration) -> Self {
         let dir = TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-        let proxy = proxy::start(guard, seccomp::Action::Kill).unwrap_or_else(|e| skip(e));
+        let proxy = proxy::start(guard, deadline, seccomp::Action::Kill).unwrap_or_else(|e| skip(e));
         Self { proxy: Arc::new(proxy), dir }
     }
 
     fn guarded() -> Self {
-        let window = Self::new(GuardMode::Fanotify);
+        Self::guarded_for(HOUR)
+    }
+
+    fn guarded_for(deadline: Duration) -> Self {
+        let window = Self::with_deadline(GuardMode::Fanotify, deadline);
         match window.proxy.guard() {
             Guard::On => window,
             off => skip(off),
@@ -178,7 +190,7 @@ fn byte(file: &File, offset: u64) -> u8 {
 }
 
 fn wait_until(what: &str, done: impl Fn() -> bool) {
-    let end = Instant::now() + 10 * SOON;
+    let end = Instant::now() + LONG;
     while !done() {
         assert!(Instant::now() < end, "not {what}");
         sleep(Duration::from_millis(2));
@@ -189,11 +201,17 @@ fn is_gone(pid: Pid) -> bool {
     fs::read_to_string(format!("/proc/{pid}/stat")).map_or(true, |stat| stat.contains(") Z "))
 }
 
-/// Waits for a host process and returns how long that took.
-fn finish(mut host: Child) -> Duration {
-    let start = Instant::now();
-    assert!(host.wait().unwrap().success());
-    start.elapsed()
+/// Waits for a host process. The guard's deadline is later than this limit, so it has not let the process go on.
+fn finish(mut host: Child) {
+    let end = Instant::now() + LONG;
+    let status = loop {
+        assert!(Instant::now() < end, "it waits");
+        match host.try_wait().unwrap() {
+            Some(status) => break status,
+            None => sleep(Duration::from_millis(2)),
+        }
+    };
+    assert!(status.success());
 }
 
 fn a_mapping_is_the_real_file() {
@@ -402,7 +420,7 @@ fn truncations_wait_for_the_mapping() {
         let reopened = window.proxy.open(ID, Kind::Through, file.as_fd());
         assert_eq!(reopened.unwrap_err().raw_os_error(), Some(libc::EBUSY));
         drop(mapping);
-        assert!(finish(host) < SOON, "{what} goes on");
+        finish(host);
         assert_eq!(byte(&file, 0), 0, "{what}");
         drop(window.proxy.open(ID, Kind::Through, file.as_fd()).unwrap());
     }
@@ -419,8 +437,7 @@ fn other_calls_do_not_wait() {
         }
     });
     for what in ["read", "write", "append", "mmap", "sendfile", "many"] {
-        let took = finish(window.host(what));
-        assert!(took < 2 * SOON, "{what} took {took:?}");
+        finish(window.host(what));
         assert_eq!(revoked.load(Ordering::Relaxed), 0, "{what}");
     }
     assert_eq!(mapping.read(0), b'h');
@@ -430,15 +447,13 @@ fn the_daemons_truncations_do_not_wait() {
     let window = Window::guarded();
     let _mapping = window.map(Kind::Through, &window.file());
     let path = window.path();
-    let start = Instant::now();
-    spawn(move || {
+    let thread = spawn(move || {
         let file = OpenOptions::new().write(true).truncate(true).open(path).unwrap();
         file.set_len(100).unwrap();
         file.set_len(50).unwrap();
-    })
-    .join()
-    .unwrap();
-    assert!(start.elapsed() < SOON);
+    });
+    wait_until("truncated", || thread.is_finished());
+    thread.join().unwrap();
 }
 
 fn changes_of_watched_files_are_told() {
@@ -471,21 +486,19 @@ fn two_ids_of_one_file_are_both_revoked() {
     sleep(SOON / 4);
     assert!(host.try_wait().unwrap().is_none());
     drop(other);
-    assert!(finish(host) < SOON);
+    finish(host);
 }
 
-fn a_truncation_waits_two_seconds_at_most() {
-    let window = Window::guarded();
+fn a_truncation_waits_for_the_deadline_at_most() {
+    let window = Window::guarded_for(SOON);
     let file = window.file();
     let _mapping = window.map(Kind::Through, &file);
     let start = Instant::now();
     let host = window.host("truncate");
     // The window process goes on serving others.
-    sleep(SOON / 2);
-    assert!(finish(window.host("read")) < SOON);
+    finish(window.host("read"));
     finish(host);
-    let took = start.elapsed();
-    assert!(2 * SOON <= took && took < 3 * SOON, "{took:?}");
+    assert!(start.elapsed() >= SOON);
     assert_eq!(file.metadata().unwrap().len(), 0);
 }
 
@@ -500,9 +513,10 @@ fn nothing_hangs_under_load() {
         }
     });
     let mut storms: Vec<Child> = (0..2).map(|_| window.host("storm")).collect();
-    let start = Instant::now();
+    let end = Instant::now() + LONG;
     let mut opened = 0;
     while storms.iter_mut().any(|storm| storm.try_wait().unwrap().is_none()) {
+        assert!(Instant::now() < end, "a storm waits");
         let file = read_write(&window.path());
         let cached = window.map(Kind::Cached, &file);
         assert_eq!(cached.read(MAPPED - 1), 0);
@@ -512,8 +526,7 @@ fn nothing_hangs_under_load() {
         opened += usize::from(through.is_ok());
         *mapped.lock().unwrap() = through.ok();
     }
-    assert!(opened > 10, "{opened}");
-    assert!(start.elapsed() < 20 * SOON, "{:?}", start.elapsed());
+    assert!(opened > 0);
     assert!(storms.into_iter().all(|mut storm| storm.wait().unwrap().success()));
 }
 
@@ -585,7 +598,7 @@ impl Daemon {
 }
 
 fn daemon(share: &Path) {
-    let proxy = proxy::start(GuardMode::Fanotify, seccomp::Action::Kill).unwrap_or_else(|e| skip(e));
+    let proxy = proxy::start(GuardMode::Fanotify, HOUR, seccomp::Action::Kill).unwrap_or_else(|e| skip(e));
     let pid = proxy.pid();
     let (uid_map, gid_map) = (Vec::new(), Vec::new());
     let (shared_dir, sandbox) = (share.to_owned(), Sandbox::Namespace);
@@ -623,7 +636,7 @@ fn its_end_frees_who_waits() {
     sleep(SOON / 2);
     assert!(host.try_wait().unwrap().is_none());
     kill_process(daemon.helper, Signal::KILL).unwrap();
-    assert!(finish(host) < SOON);
+    finish(host);
     wait_until("reaped", || !Path::new(&format!("/proc/{}", daemon.helper)).exists());
     assert!(daemon.child.try_wait().unwrap().is_none());
     daemon.child.kill().unwrap();
@@ -632,7 +645,7 @@ fn its_end_frees_who_waits() {
 fn a_stopped_one_is_killed() {
     let mut daemon = Daemon::start();
     kill_process(daemon.helper, Signal::STOP).unwrap();
-    assert!(finish(daemon.truncate()) < SOON);
+    finish(daemon.truncate());
     wait_until("reaped", || !Path::new(&format!("/proc/{}", daemon.helper)).exists());
     daemon.child.kill().unwrap();
 }
@@ -657,13 +670,11 @@ fn host(what: &str, path: &Path) {
     }
 }
 
-/// Truncates and changes a file in many ways. It never waits as long as the guard would for a dead daemon.
+/// Truncates and changes a file in many ways.
 fn storm(path: &Path) {
-    let start = Instant::now();
     truncate(path);
     fs::write(path, [b'r'; SIZE]).unwrap();
     drop(fs::read(path).unwrap());
-    assert!(start.elapsed() < 2 * SOON);
 }
 
 fn in_thread(what: fn(PathBuf), path: &Path) {

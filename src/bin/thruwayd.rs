@@ -114,7 +114,7 @@ fn start_proxy(options: &Options) -> Result<Option<Proxy>, Box<dyn Error>> {
         return Ok(None);
     }
     let required = windows.iter().any(|window| window.required);
-    match proxy::start(options.window_guard, options.seccomp) {
+    match proxy::start(options.window_guard, proxy::DEADLINE, options.seccomp) {
         Ok(proxy) => {
             if let (Guard::Off(_), GuardMode::Fanotify) = (proxy.guard(), options.window_guard) {
                 tracing::warn!("{}", proxy.guard());

@@ -20,7 +20,7 @@ use libc::*;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::fstatfs;
 
-use super::marks::{DEADLINE, Gate, LastCaller, Passing, RUNNING, Watch};
+use super::marks::{Gate, LastCaller, Passing, RUNNING, Watch};
 use super::messages::{CHANGED, Notice, OVERDUE, REVOKE};
 use super::nodes::FileId;
 use super::shared::Shared;
@@ -30,7 +30,7 @@ use crate::fanotify::{self, Event};
 /// scheduled.
 const TO_SLEEP: Duration = Duration::from_millis(100);
 
-/// How often the callers that wait are looked at: against `DEADLINE` it is nothing, against the cost of a look it is a
+/// How often the callers that wait are looked at: against the deadline it is nothing, against the cost of a look it is a
 /// lot.
 const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 5_000_000 };
 
@@ -121,7 +121,7 @@ fn keeps_waiting(shared: &Shared, gate: &Gate, waiting: &mut Waiting) -> bool {
     if let Some(call) = waiting.call.take() {
         let passing = Passing { file: waiting.id, caller: waiting.caller, call, since: Instant::now() };
         let mut all = gate.passing.lock();
-        all.retain(|p| p.since.elapsed() < DEADLINE);
+        all.retain(|p| p.since.elapsed() < gate.deadline);
         all.push(passing);
     }
     allow(gate, &waiting.file);
@@ -139,7 +139,7 @@ fn verdict(shared: &Shared, gate: &Gate, waiting: &mut Waiting) -> Verdict {
         }
     }
     let ask = |id| shared.notify(Notice { what: REVOKE, first: id, second: 0 }).is_ok();
-    match (shared.nodes.revoke(waiting.id, ask), waiting.since.elapsed() > DEADLINE) {
+    match (shared.nodes.revoke(waiting.id, ask), waiting.since.elapsed() > gate.deadline) {
         (false, _) => Verdict::Allow,
         (true, false) => Verdict::Wait,
         (true, true) => Verdict::Overdue,

@@ -17,10 +17,6 @@ use crate::fanotify;
 /// The caller is about to use or change contents (include/uapi/linux/fanotify.h, Linux 6.14).
 pub const FAN_PRE_ACCESS: u64 = 0x0010_0000;
 
-/// How long a host process waits for the end of a mapping. The guest's part takes milliseconds; a service on the host
-/// that hangs for longer than this is taken for dead.
-pub const DEADLINE: Duration = Duration::from_secs(2);
-
 /// The marks of a group, counted by file since several nodes may have the same.
 pub struct Marks {
     pub group: OwnedFd,
@@ -79,6 +75,8 @@ pub struct Gate {
     pub proc: Proc,
     /// Callers that may go on after a revocation, until they have done so.
     pub passing: Mutex<Vec<Passing>>,
+    /// How long a caller waits at most.
+    pub deadline: Duration,
 }
 
 pub struct Passing {
@@ -90,7 +88,7 @@ pub struct Passing {
 
 impl Gate {
     /// The error is the reason why there is no guard, in one line.
-    pub fn new() -> Result<Self, String> {
+    pub fn new(deadline: Duration) -> Result<Self, String> {
         let flags = FAN_CLASS_PRE_CONTENT | FAN_UNLIMITED_QUEUE | FAN_REPORT_TID;
         let no_events = "the kernel has no pre-content events (they came with Linux 6.14)";
         let marks = Marks::new(flags, FAN_PRE_ACCESS | FAN_OPEN_PERM).map_err(|e| format!("{no_events}: {e}"))?;
@@ -98,7 +96,7 @@ impl Gate {
         if !marks.knows_mask() {
             return Err(no_events.into());
         }
-        Ok(Self { marks, wake, proc: Proc::open()?, passing: Mutex::default() })
+        Ok(Self { marks, wake, proc: Proc::open()?, passing: Mutex::default(), deadline })
     }
 
     /// A Through proxy file is gone.
@@ -109,7 +107,7 @@ impl Gate {
     /// Whether a caller that waited for the end of a mapping of this file may still shrink it.
     pub fn is_passing(&self, file: FileId) -> bool {
         let mut passing = self.passing.lock();
-        passing.retain(|p| p.since.elapsed() < DEADLINE && self.proc.may_be_in(p.caller, &p.call));
+        passing.retain(|p| p.since.elapsed() < self.deadline && self.proc.may_be_in(p.caller, &p.call));
         passing.iter().any(|p| p.file == file)
     }
 }

@@ -20,6 +20,7 @@ mod shared;
 use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use rustix::io::Errno;
@@ -97,13 +98,18 @@ pub struct Proxy {
     pid: Pid,
 }
 
+/// How long a host process waits for the end of a mapping. The guest's part takes milliseconds; a service on the host
+/// that hangs for longer than this is taken for dead.
+pub const DEADLINE: Duration = Duration::from_secs(2);
+
 /// Starts the window process. To be called by root while this process has one thread, before [`crate::sandbox::enter`],
-/// and after the limit of open files is set: the window process has as many as files are open.
+/// and after the limit of open files is set: the window process has as many as files are open. A host process waits for
+/// the end of a mapping for `deadline` at most, which is [`DEADLINE`] except in tests.
 ///
 /// # Errors
 /// [`sandbox::Error`] if anything that proxy files need is missing.
-pub fn start(guard: GuardMode, action: seccomp::Action) -> Result<Proxy, sandbox::Error> {
-    process::start(guard, action)
+pub fn start(guard: GuardMode, deadline: Duration, action: seccomp::Action) -> Result<Proxy, sandbox::Error> {
+    process::start(guard, deadline, action)
 }
 
 impl Proxy {
@@ -114,7 +120,7 @@ impl Proxy {
     ///
     /// # Errors
     /// EBUSY while the file is to be dropped after [`Event::Revoke`], and until the truncation that waited for that is
-    /// over (2 seconds at most); EACCES if `real` must be O_RDWR and is not; ESTALE if `id` is in use for another
+    /// over (the deadline at most); EACCES if `real` must be O_RDWR and is not; ESTALE if `id` is in use for another
     /// inode.
     pub fn open(&self, id: u64, kind: Kind, real: BorrowedFd) -> io::Result<Opened> {
         let what = if kind == Kind::Through { OPEN_THROUGH } else { OPEN_CACHED };

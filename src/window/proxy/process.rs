@@ -5,6 +5,7 @@ use std::process::exit;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::thread;
+use std::time::Duration;
 
 use caps::Capability::{CAP_DAC_READ_SEARCH, CAP_SYS_ADMIN, CAP_SYS_PTRACE};
 use libc::*;
@@ -59,14 +60,14 @@ const CONDITIONAL: &[Condition] = &[
 /// Room for the one line that the window process says first.
 const LINE: usize = 512;
 
-pub fn start(guard: GuardMode, action: seccomp::Action) -> Result<Proxy, Error> {
+pub fn start(guard: GuardMode, deadline: Duration, action: seccomp::Action) -> Result<Proxy, Error> {
     let (fuse, root) = mount()?;
     let (calls, theirs) = pair().step("create a socket pair")?;
     let (notices, their_notices) = pair().step("create a socket pair")?;
     set_socket_passcred(&theirs, true).step("ask for the daemon's process id")?;
     let pid = match fork().step("start the window process")? {
         Forked::Parent(pid) => pid,
-        Forked::Child => Setup { fuse, root, calls: theirs, notices: their_notices }.run(guard, action),
+        Forked::Child => Setup { fuse, root, calls: theirs, notices: their_notices }.run(guard, deadline, action),
     };
     drop((fuse, root, theirs, their_notices));
     match hear(&calls) {
@@ -117,9 +118,9 @@ struct Setup {
 }
 
 impl Setup {
-    fn run(self, guard: GuardMode, action: seccomp::Action) -> ! {
+    fn run(self, guard: GuardMode, deadline: Duration, action: seccomp::Action) -> ! {
         let calls = self.calls.try_clone();
-        match self.enter(guard, action) {
+        match self.enter(guard, deadline, action) {
             Ok(shared) => serve(&shared),
             Err(reason) => {
                 let _ =
@@ -130,14 +131,14 @@ impl Setup {
     }
 
     /// Gives up what the process does not need, and starts its threads.
-    fn enter(self, mode: GuardMode, action: seccomp::Action) -> Result<Arc<Shared>, Error> {
+    fn enter(self, mode: GuardMode, deadline: Duration, action: seccomp::Action) -> Result<Arc<Shared>, Error> {
         // If the daemon ended before this call, the socket reports it.
         set_parent_process_death_signal(Some(Signal::KILL)).step("ask for a signal at the daemon's end")?;
         // Ctrl-Z is for the daemon: stopped, this process would stop others.
         setsid().step("start a session")?;
         let kept = [&self.fuse, &self.root, &self.calls, &self.notices].map(AsFd::as_fd);
         sys::close_all_but(&kept).step("close the daemon's descriptors")?;
-        let gate = if mode == GuardMode::None { Err("--window-guard none".into()) } else { Gate::new() };
+        let gate = if mode == GuardMode::None { Err("--window-guard none".into()) } else { Gate::new(deadline) };
         let watch = if mode == GuardMode::None { None } else { Watch::new().ok() };
         let namespaces = UnshareFlags::NEWNS | UnshareFlags::NEWNET | UnshareFlags::NEWIPC | UnshareFlags::NEWUTS;
         unshare(namespaces).step("create namespaces for the window process (it needs CAP_SYS_ADMIN)")?;
