@@ -143,7 +143,8 @@ fn bar(cell: &str) -> Option<Bar> {
     Some(Bar { median: figure(median)?, lowest: figure(lowest)?, highest: figure(highest)? })
 }
 
-/// Panels side by side: three, or four if there are many panels with few bars.
+/// Panels side by side: three, or four if there are many panels with few bars, but no more than have room for their
+/// titles.
 fn columns(figure: &Figure) -> usize {
     let most = match figure.contenders.len() {
         // More bars need wider panels for their figures.
@@ -152,7 +153,9 @@ fn columns(figure: &Figure) -> usize {
         _ if figure.panels.len() <= 9 => 3,
         _ => 4,
     };
-    figure.panels.len().clamp(1, most)
+    let widest = figure.panels.iter().map(|panel| text_width(&panel.title, MEDIUM)).max().unwrap_or_default();
+    let room = (WIDTH as i32 - MARGIN) / (widest + MARGIN).max(1);
+    figure.panels.len().clamp(1, most.min(room.max(1) as usize))
 }
 
 fn width(figure: &Figure) -> u32 {
@@ -361,6 +364,10 @@ date: today; rounds: 3
             assert!(text_width(&figure.title, LARGE) <= width(&figure) as i32 - 2 * MARGIN, "{}", figure.title);
             let panel = width(&figure) as i32 / columns(&figure) as i32 - AXIS as i32 - MARGIN;
             let room = panel / figure.contenders.len() as i32;
+            for title in figure.panels.iter().map(|panel| &panel.title) {
+                let column = width(&figure) as i32 / columns(&figure) as i32;
+                assert!(text_width(title, MEDIUM) <= column - MARGIN, "{title} in {}", figure.title);
+            }
             for bar in figure.panels.iter().flat_map(|panel| &panel.bars) {
                 assert!(text_width(&number(bar.median), SMALL) <= room, "{} in {}", bar.median, figure.title);
             }
