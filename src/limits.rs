@@ -128,6 +128,15 @@ pub const FILE_MAX_SHARE: u64 = 4;
 /// EAGAIN.
 pub const WINDOW_JOBS: usize = 4096;
 
+/// Files of one guest that were stored to in place and have yet to get the time of that: more than there can be slots,
+/// since the file of a slot that was given up keeps its descriptor until then. They are many only while the host's file
+/// system keeps the daemon waiting. Further ones keep the time that they have.
+pub const OWED_TIMES: usize = 1024;
+
+/// Threads that set such times, if no request does. So many files of one guest may keep the daemon waiting before
+/// others get their times late.
+pub const TIMES_THREADS: usize = 4;
+
 /// Invalidations that the guest has not heard yet, merged. A guest that answers hears of each within a millisecond, so
 /// these are what the host changes while the guest stands still for some seconds. Each takes 150 bytes and a name, so
 /// all of them 6 MiB, and 20 MiB with the longest names that the protocol allows. At the limit all of them give way to

@@ -3,6 +3,7 @@
 //!
 //! Each test has its own process, since only a process with one thread can start the window process.
 
+mod locked;
 mod processes;
 
 use std::fs::{self, File, FileTimes, OpenOptions};
@@ -15,6 +16,7 @@ use std::sync::Arc;
 use std::thread::{sleep, spawn};
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
+use locked::Locked;
 use processes::{run_all, skip, this};
 use rustix::fs::{Mode, OFlags};
 use tempfile::TempDir;
@@ -25,7 +27,7 @@ use thruway::fuse::abi::*;
 use thruway::sandbox::seccomp;
 use thruway::window::proxy::{self, Guard, GuardMode};
 use thruway::window::{RANGE, Settings, Window, Writable};
-use thruway_bench::frontend::{Frontend, Mapped, Options, Window as Regions};
+use thruway_bench::frontend::{Frontend, Mapped, Options, Token, Window as Regions};
 use vm_memory::mmap::MmapRegion;
 use vm_memory::{Bytes, FileOffset, VolatileMemory};
 use zerocopy::{FromBytes, IntoBytes};
@@ -41,6 +43,7 @@ const TESTS: &[(&str, fn())] = &[
     ("slots_are_few_and_evicted", slots_are_few_and_evicted),
     ("a_file_that_grows_gets_a_longer_slot", a_file_that_grows_gets_a_longer_slot),
     ("the_host_waits_for_the_acknowledgement", the_host_waits_for_the_acknowledgement),
+    ("a_file_that_is_locked_delays_no_other", a_file_that_is_locked_delays_no_other),
     ("without_acknowledgement_there_is_a_cached_proxy_file", without_acknowledgement_there_is_a_cached_proxy_file),
     ("the_table_is_not_believed", the_table_is_not_believed),
     ("a_session_begins_with_nothing", a_session_begins_with_nothing),
@@ -222,6 +225,29 @@ impl Guest {
         AttrOut::read_from_bytes(&out).unwrap().attr
     }
 
+    /// The nodeid that READDIRPLUS gives a file of the share. 0: there are no attributes.
+    fn listed(&self, name: &str) -> u64 {
+        let opened = self.call(Opcode::Opendir, ROOT_ID, OpenIn::default().as_bytes(), size_of::<OpenOut>());
+        let fh = OpenOut::read_from_bytes(&opened.unwrap()).unwrap().fh;
+        let args = ReadIn { fh, size: 4096, ..Default::default() };
+        let listed = self.call(Opcode::Readdirplus, ROOT_ID, args.as_bytes(), 4096).unwrap();
+        let mut rest = &listed[..];
+        loop {
+            let (entry, after) = EntryOut::read_from_prefix(rest).unwrap();
+            let (dirent, after) = Dirent::read_from_prefix(after).unwrap();
+            if &after[..dirent.namelen as usize] == name.as_bytes() {
+                return entry.nodeid;
+            }
+            rest = &after[(dirent.namelen as usize).next_multiple_of(8)..];
+        }
+    }
+
+    /// Sends a request without waiting for the reply.
+    fn send(&self, opcode: Opcode, node: u64, args: &[u8], room: usize) -> Token {
+        let (_, head) = self.frontend.header(opcode as u32, node, args.len());
+        self.frontend.submit(1, &[&[&head, args].concat()], &[16, room]).unwrap()
+    }
+
     fn ask(&self, node: u64, fh: u64, foffset: u64, len: u64, write: bool) -> Result<(), i32> {
         let flags = SETUPMAPPING_PASSTHROUGH | if write { SETUPMAPPING_WRITE } else { 0 };
         let args = SetupmappingIn { fh, foffset, len, flags, moffset: 0 };
@@ -395,12 +421,6 @@ fn times_follow_what_the_guest_stores() {
             guest.call(Opcode::Statx, node, StatxIn::default().as_bytes(), size_of::<StatxOut>()).unwrap();
         }),
         ("lookup", |guest, node, _| assert_eq!(guest.lookup("file"), node)),
-        ("readdirplus", |guest, _, _| {
-            let opened = guest.call(Opcode::Opendir, ROOT_ID, OpenIn::default().as_bytes(), size_of::<OpenOut>());
-            let fh = OpenOut::read_from_bytes(&opened.unwrap()).unwrap().fh;
-            let args = ReadIn { fh, size: 4096, ..Default::default() };
-            guest.call(Opcode::Readdirplus, ROOT_ID, args.as_bytes(), 4096).unwrap();
-        }),
         ("link", |guest, node, _| {
             let _ = fs::remove_file(guest.path("link"));
             let args = [LinkIn { oldnodeid: node }.as_bytes(), b"link\0"].concat();
@@ -455,6 +475,13 @@ fn times_follow_what_the_guest_stores() {
     let told = guest.getattr(node).mtime;
     assert_eq!(told, file.metadata().unwrap().mtime() as u64);
     assert!(told > 1000);
+    // A listing leaves out the attributes of a file whose times would have to be waited for.
+    guest.getattr(node);
+    assert_eq!(guest.listed("file"), node);
+    guest.stored(index);
+    assert_eq!(guest.listed("file"), 0);
+    guest.lookup("file");
+    assert_eq!(guest.listed("file"), node);
     // A time that a process of the guest sets stays.
     guest.stored(index);
     let attr = SetattrIn { valid: SetattrValid::MTIME.bits(), mtime: 2000, ..Default::default() };
@@ -691,6 +718,46 @@ fn the_host_waits_for_the_acknowledgement() {
     let start = Instant::now();
     assert!(guest.host_truncates("file", 100).wait().unwrap().success());
     assert!(start.elapsed() < SOON && guest.slots() == 0, "{:?}", start.elapsed());
+}
+
+/// A process of the host writes to a file for long, so the daemon cannot set its times.
+fn a_file_that_is_locked_delays_no_other() {
+    let guest = Guest::guarded();
+    let (file, _) = (guest.file("file", 5000), guest.file("other", 5000));
+    let nodes = ["file", "other"].map(|name| guest.lookup(name));
+    let [index, other] = nodes.map(|node| guest.open(node, libc::O_RDWR).1.unwrap());
+    let past = UNIX_EPOCH + 1000 * SOON;
+    file.set_times(FileTimes::new().set_modified(past)).unwrap();
+    let lock = Locked::new(&file);
+    // Requests that wait for the times. Others do not wait for them.
+    guest.stored(index);
+    let waiting = [
+        guest.send(Opcode::Getattr, nodes[0], GetattrIn::default().as_bytes(), size_of::<AttrOut>()),
+        guest.send(Opcode::Lookup, ROOT_ID, b"file\0", size_of::<EntryOut>()),
+    ];
+    guest.getattr(nodes[1]);
+    guest.lookup("other");
+    assert_eq!((guest.listed("file"), guest.listed("other")), (0, nodes[1]));
+    // Nor does a process that truncates the other file, while the first one leaves its slot.
+    guest.stored(index);
+    let mut host = guest.host_truncates("file", 100);
+    wait_until("revoked", || guest.entry(index).flags & REVOKED != 0);
+    guest.acknowledge(index);
+    wait_until("unmapped", || guest.entry(index).flags & VALID == 0);
+    let mut hosts_other = guest.host_truncates("other", 100);
+    wait_until("the other is revoked", || guest.entry(other).flags & REVOKED != 0);
+    guest.acknowledge(other);
+    wait_until("the other is unmapped", || guest.entry(other).flags & VALID == 0);
+    assert!(hosts_other.wait().unwrap().success());
+    assert_eq!((guest.getattr(nodes[1]).size, guest.entry(other).lost), (100, 0));
+    // When the file is free again, all get their answers, with the new time.
+    let is_waiting = |token: Token| guest.frontend.wait_for(1, token, Duration::ZERO).is_err();
+    assert!(waiting.into_iter().all(is_waiting) && host.try_wait().unwrap().is_none());
+    drop(lock);
+    let [attr, entry] = waiting.map(|token| guest.frontend.wait_for(1, token, 5 * SOON).unwrap().data.split_off(16));
+    let (attr, entry) = (AttrOut::read_from_bytes(&attr).unwrap(), EntryOut::read_from_bytes(&entry).unwrap());
+    assert!(attr.attr.mtime > 1000 && entry.attr.mtime > 1000);
+    assert!(host.wait().unwrap().success());
 }
 
 fn without_acknowledgement_there_is_a_cached_proxy_file() {

@@ -170,10 +170,11 @@ impl Dirs for PassthroughFs {
             if !sink.fits(name.count_bytes()) {
                 return Ok(false);
             }
-            // Nodeid 0 makes it a mere name: for "." and "..", and for a file that was removed meanwhile.
+            // Nodeid 0 makes it a mere name: for "." and "..", and for a file that was removed meanwhile. And for one
+            // whose times would have to be waited for: the guest then asks for it alone.
             let entry = match name.to_bytes() {
                 b"." | b".." => EntryOut::default(),
-                _ => self.enter(&parent, dir, name, true).unwrap_or_default(),
+                _ => self.enter(&parent, dir, name, true, false).unwrap_or_default(),
             };
             sink.push(dirent, name.to_bytes(), Some(&entry));
             Ok(true)

@@ -408,7 +408,8 @@ impl Files for PassthroughFs {
                 let _ = self.within(parent, name, |_, dir| fs::unlinkat(dir, name, fs::AtFlags::empty()));
             }),
             Err(Errno::EXIST) if create.flags & libc::O_EXCL as u32 == 0 => {
-                let entry = self.within(parent, name, |parent, dir| self.enter(parent, dir, name, false))?;
+                self.settle_times_at(parent, name)?;
+                let entry = self.within(parent, name, |parent, dir| self.enter(parent, dir, name, false, true))?;
                 let opened = self.open_found(entry, create, reply);
                 opened.inspect_err(|_| self.unlearn(entry.nodeid, 1))
             }

@@ -17,7 +17,7 @@ use super::lease::{is_fixed, is_program};
 use crate::fuse::Reply;
 use crate::fuse::abi::*;
 use crate::fuse::ops::{Answer, Mappings, Result};
-use crate::window::{Facts, Passthrough, Source, Window, touch};
+use crate::window::{Facts, Passthrough, Source, Window};
 
 impl PassthroughFs {
     fn window(&self) -> Result<&Window> {
@@ -37,12 +37,6 @@ impl PassthroughFs {
     /// Window passthrough, in a session that has it.
     pub(super) fn passing(&self) -> Option<&Arc<Passthrough>> {
         self.window.as_ref()?.passing()
-    }
-
-    /// Gives the file the time of what the guest has stored in place. Whether that changed it.
-    pub(super) fn settle_times_of(&self, inode: &Arc<Inode>) -> bool {
-        let Some(pass) = self.passing() else { return false };
-        pass.settle_times(inode.id, || inode.with_fd(&self.places, touch))
     }
 
     /// Counts an open. Returns the index of its entry if it has passthrough. Pending: [`Passthrough::decided`] tells it
@@ -187,10 +181,12 @@ impl Mappings for PassthroughFs {
         self.window.as_ref().is_some_and(|window| window.has_mappings())
     }
 
+    fn owes_times(&self, node: u64) -> bool {
+        self.passing().is_some_and(|pass| pass.owes_times(node))
+    }
+
     fn settle_times(&self, node: u64) {
-        if let Some(pass) = self.passing() {
-            pass.settle_times(node, || self.inodes.get(node)?.with_fd(&self.places, touch));
-        }
+        self.passing().into_iter().for_each(|pass| pass.settle_times(node));
     }
 
     fn start_passthrough(&self, answer: Answer) {

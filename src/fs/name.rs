@@ -18,7 +18,7 @@ use super::inode::{Inode, Place};
 use super::lease::{Found, Point, Sight, at};
 use super::path::is_name;
 use crate::fuse::abi::*;
-use crate::fuse::ops::{Creator, Names, Result};
+use crate::fuse::ops::{Creator, Mappings, Names, Result};
 
 /// Longest target of a symbolic link in bytes, with its NUL: PATH_MAX of include/uapi/linux/limits.h.
 const PATH_MAX: usize = 4096;
@@ -49,18 +49,28 @@ impl PassthroughFs {
     }
 
     /// The entry `name`, with one more reference for the guest. With `lazy`, the file is not opened.
-    pub(super) fn enter(&self, parent: &Arc<Inode>, dir: BorrowedFd, name: &CStr, lazy: bool) -> Result<EntryOut> {
+    ///
+    /// # Errors
+    /// EAGAIN if the file has yet to get its [times](Mappings::owes_times), unless the caller has `settled` them.
+    pub(super) fn enter(
+        &self,
+        parent: &Arc<Inode>,
+        dir: BorrowedFd,
+        name: &CStr,
+        lazy: bool,
+        settled: bool,
+    ) -> Result<EntryOut> {
         let sight = self.sight(parent, dir);
         let found = Found { parent, dir, name };
         at(Point::BeforeStat);
-        let mut st = stat(dir, name)?;
+        let st = stat(dir, name)?;
         at(Point::AfterStat);
         if let Some(inode) = self.inodes.known(&st) {
-            inode.moved(parent, name);
-            if self.settle_times_of(&inode) {
-                // Where the name leads to another file by now, the old times do for a second.
-                st = stat(dir, name).ok().filter(|st| inode.is_of(st)).unwrap_or(st);
+            if !settled && self.owes_times(inode.id) {
+                self.unlearn(inode.id, 1);
+                return Err(Errno::AGAIN);
             }
+            inode.moved(parent, name);
             return Ok(self.found(sight, found, &inode, st));
         }
         self.inodes.have_room()?;
@@ -118,6 +128,23 @@ impl PassthroughFs {
         }
     }
 
+    /// Gives the file of this name its times. The directory is not locked while the file may be waited for.
+    pub(super) fn settle_times_at(&self, parent: u64, name: &CStr) -> Result<()> {
+        let inode = self.within(parent, name, |_, dir| Ok(self.inodes.peek(&stat(dir, name)?)))?;
+        inode.into_iter().for_each(|inode| self.settle_times(inode.id));
+        Ok(())
+    }
+
+    fn find(&self, parent: u64, name: &CStr, settled: bool) -> Result<EntryOut> {
+        self.within(parent, name, |parent, dir| {
+            let leased = self.sight(parent, dir).named && self.has(InitFlags::LEASES);
+            match self.enter(parent, dir, name, false, settled) {
+                Err(Errno::NOENT) if leased || !self.config.negative_timeout.is_zero() => Ok(self.missing(leased)),
+                found => found,
+            }
+        })
+    }
+
     /// Tells the guest that there is no such name, and for how long it may believe that. Nodeid 0 means ENOENT.
     fn missing(&self, leased: bool) -> EntryOut {
         let valid = self.config.negative_timeout;
@@ -152,7 +179,7 @@ impl PassthroughFs {
                 let _identity = self.act_as(by)?;
                 make(dir)?;
             }
-            let entry = self.enter(parent, dir, name, false)?;
+            let entry = self.enter(parent, dir, name, false, true)?;
             if let Some((label, value)) = by.label {
                 if let Err(errno) = self.label(entry.nodeid, label, value) {
                     let directory = entry.attr.mode & libc::S_IFMT == libc::S_IFDIR;
@@ -186,13 +213,17 @@ impl PassthroughFs {
 
 impl Names for PassthroughFs {
     fn lookup(&self, parent: u64, name: &CStr) -> Result<EntryOut> {
-        self.within(parent, name, |parent, dir| {
-            let leased = self.sight(parent, dir).named && self.has(InitFlags::LEASES);
-            match self.enter(parent, dir, name, false) {
-                Err(Errno::NOENT) if leased || !self.config.negative_timeout.is_zero() => Ok(self.missing(leased)),
-                found => found,
+        match self.lookup_now(parent, name) {
+            Err(Errno::AGAIN) => {
+                self.settle_times_at(parent, name)?;
+                self.find(parent, name, true)
             }
-        })
+            found => found,
+        }
+    }
+
+    fn lookup_now(&self, parent: u64, name: &CStr) -> Result<EntryOut> {
+        self.find(parent, name, false)
     }
 
     fn forget(&self, node: u64, nlookup: u64) {
@@ -264,7 +295,7 @@ impl Names for PassthroughFs {
             inode.with_fd(&self.places, |fd| {
                 linkat(CWD, FdPath::new(fd).as_cstr(), dir, newname, AtFlags::SYMLINK_FOLLOW)
             })?;
-            self.enter(parent, dir, newname, false)
+            self.enter(parent, dir, newname, false, true)
         })
     }
 }

@@ -96,12 +96,15 @@ impl<F: FileSystem> Server<F> {
         let header = request.header;
         let opcode = Opcode::from_u32(header.opcode);
         tracing::trace!(?opcode, raw = header.opcode, nodeid = header.nodeid, unique = header.unique, "request");
-        if reply.may_wait() && !matches!(opcode, Some(Opcode::Read | Opcode::Write)) {
+        if reply.may_wait() && !opcode.is_some_and(serve::may_wait) {
             // The guest has replaced the request since the worker looked at it.
             return Err(Errno::INVAL);
         }
         let opcode = opcode.ok_or(Errno::NOSYS)?;
-        self.counters.add(opcode);
+        if !reply.may_wait() {
+            // If it may wait, a worker has counted it.
+            self.counters.add(opcode);
+        }
         if opcode == Opcode::Init {
             return self.init(request, reply);
         }

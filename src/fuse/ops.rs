@@ -95,6 +95,13 @@ pub trait Attrs {
 pub trait Names {
     /// Finds a name in a directory.
     fn lookup(&self, parent: u64, name: &CStr) -> Result<EntryOut>;
+    /// As [`lookup`](Self::lookup), but does not wait for a file to get its [times](Mappings::owes_times).
+    ///
+    /// # Errors
+    /// EAGAIN if it would have to.
+    fn lookup_now(&self, parent: u64, name: &CStr) -> Result<EntryOut> {
+        self.lookup(parent, name)
+    }
     /// The guest has dropped `nlookup` lookups of the node.
     fn forget(&self, node: u64, nlookup: u64);
     /// Writes the target to `to`, cut to its length.
@@ -208,8 +215,14 @@ pub trait Mappings {
     fn has_mappings(&self) -> bool {
         false
     }
-    /// Gives a file the time of what the guest has stored in place. To be called before a request reads or changes the
-    /// attributes or data of `node`. (An entry that LOOKUP, READDIRPLUS or LINK returns has them already.)
+    /// Whether a file has yet to get the time of what the guest has stored in place. To be called before a request
+    /// reads or changes the attributes or data of `node`. (An entry that LOOKUP or READDIRPLUS returns has its times
+    /// already.)
+    fn owes_times(&self, _node: u64) -> bool {
+        false
+    }
+    /// Gives a file that time if it owes one. Waits for the host's file system, perhaps for long: while a process of
+    /// the host writes to the file.
     fn settle_times(&self, _node: u64) {}
     /// Gives the guest the passthrough window's table.
     fn start_passthrough(&self, answer: Answer) {

@@ -31,11 +31,11 @@ pub trait Transport: Send {
     /// The request is a READ or WRITE of `bytes`. True if the worker should not copy them, because other requests
     /// wait for it.
     fn moves(&mut self, bytes: usize) -> bool;
-    /// Whether this thread may wait for the host's file system. If so, only READ and WRITE are served.
+    /// Whether this thread may wait for the host's file system. If so, only requests are served that may come anew.
     fn may_wait(&self) -> bool;
     /// Moves `data` between guest memory and a file, and answers the request.
     fn io(&mut self, io: Io, data: &IoRange);
-    /// Serves the request, a READ or WRITE, again from its beginning on a thread that may wait.
+    /// Serves the request again from its beginning on a thread that may wait. Nothing may have come of it yet.
     fn serve_anew(&mut self);
     /// The way back for a reply that comes from another thread. The length that
     /// [`Server::handle`](super::Server::handle) returns is then ignored.

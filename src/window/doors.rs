@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::jobs::Job;
 use super::proxy::Event;
+use super::times::Touch;
 use super::*;
 
 pub use super::table::{Change, Entry, EntryState, Line, Table};
@@ -17,8 +18,13 @@ pub struct Rig {
 
 impl Rig {
     pub fn new(size: u64, settings: Settings, files: Arc<dyn ProxyFiles>) -> io::Result<Self> {
+        Self::with(size, settings, files, Box::new(touch))
+    }
+
+    /// `touch`: sets the times of a file.
+    pub fn with(size: u64, settings: Settings, files: Arc<dyn ProxyFiles>, touch: Touch) -> io::Result<Self> {
         let jobs = Arc::new(Jobs::default());
-        let (shared, pass) = (Arc::new(Shared::default()), Arc::new(Passthrough::new(settings, jobs.clone())?));
+        let (shared, pass) = (Arc::new(Shared::default()), Arc::new(Passthrough::new(settings, jobs.clone(), touch)?));
         let slots = Slots::new(pass.clone(), shared.clone(), files.clone());
         let mapper = Mapper::new((size / RANGE) as usize, shared.clone(), files.clone(), Some(slots));
         let window = Arc::new(Window { size, passthrough: Some(pass.clone()), jobs, shared, files });

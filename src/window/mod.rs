@@ -19,6 +19,7 @@ mod sys;
 mod table;
 #[cfg(test)]
 mod tests;
+mod times;
 
 #[cfg(any(fuzzing, test))]
 pub mod doors;
@@ -35,11 +36,12 @@ use crate::fuse::notify::Sink;
 use crate::fuse::ops::{Answer, Result};
 use jobs::{DaxJob, Job, Jobs};
 use mapper::Mapper;
-pub use passthrough::{MIN_SIZE, Passthrough, Settings, Writable, touch};
+pub use passthrough::{MIN_SIZE, Passthrough, Settings, Writable};
 use shared::{DAX, Shared, WHOLE_FILES, write_back};
 pub use shared::{Facts, Frontend, Mapping, ProxyFiles, Source};
 use slots::Slots;
 pub use space::Stores;
+use times::touch;
 
 /// The request of ioctl(2) that tells where a file's blocks are.
 pub const FIEMAP: u64 = sys::FIEMAP as u64;
@@ -70,8 +72,10 @@ impl Window {
     pub fn new(size: u64, passthrough: Option<Settings>, files: Arc<dyn ProxyFiles>) -> io::Result<Arc<Self>> {
         let jobs = Arc::new(Jobs::default());
         let shared = Arc::new(Shared::default());
-        let passthrough =
-            passthrough.map(|settings| Passthrough::new(settings, jobs.clone())).transpose()?.map(Arc::new);
+        let passthrough = passthrough
+            .map(|settings| Passthrough::new(settings, jobs.clone(), Box::new(touch)))
+            .transpose()?
+            .map(Arc::new);
         let slots = passthrough.clone().map(|passthrough| Slots::new(passthrough, shared.clone(), files.clone()));
         let mapper = Mapper::new((size / RANGE) as usize, shared.clone(), files.clone(), slots);
         thread::Builder::new().name("thruway-mapper".into()).spawn({

@@ -9,9 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Poll;
 
 use parking_lot::Mutex;
-use rustix::fs::{
-    AtFlags, FallocateFlags, Stat, Timespec, Timestamps, UTIME_NOW, UTIME_OMIT, fallocate, fstat, utimensat,
-};
+use rustix::fs::{FallocateFlags, Stat, fallocate, fstat};
 use rustix::io::Errno;
 
 use super::jobs::{EntryJob, Jobs, SlotJob};
@@ -19,6 +17,7 @@ use super::shared::Source;
 use super::space::{Stores, hole};
 use super::sys;
 use super::table::{Change, ENTRIES, EntryState, LEN, Line, Table};
+use super::times::{Times, Touch};
 use crate::fuse::ops::{Answer, Result};
 
 /// For which files the guest may store in place (`--passthrough-writable`).
@@ -57,6 +56,7 @@ pub struct Passthrough {
     /// The guest has the table.
     on: AtomicBool,
     pub(super) nodes: Mutex<Nodes>,
+    pub(super) times: Arc<Times>,
     jobs: Arc<Jobs>,
 }
 
@@ -146,9 +146,9 @@ impl Nodes {
 }
 
 impl Passthrough {
-    pub(super) fn new(settings: Settings, jobs: Arc<Jobs>) -> io::Result<Self> {
-        let table = Table::new()?;
-        Ok(Self { table, settings, on: AtomicBool::new(false), nodes: Mutex::new(Nodes::new()), jobs })
+    pub(super) fn new(settings: Settings, jobs: Arc<Jobs>, touch: Touch) -> io::Result<Self> {
+        let (table, nodes, times) = (Table::new()?, Mutex::new(Nodes::new()), Times::new(touch));
+        Ok(Self { table, settings, on: AtomicBool::new(false), nodes, times, jobs })
     }
 
     /// Bytes of region 1.
@@ -177,8 +177,10 @@ impl Passthrough {
         let new = Nodes { session: nodes.session + 1, ..Nodes::new() };
         let ended = std::mem::replace(&mut *nodes, new);
         self.on.store(false, Ordering::Release);
+        (1..ENTRIES).for_each(|index| self.note_stores(index, self.table.entry(index).nodeid));
         self.table.clear();
         drop(nodes);
+        self.times.set_soon();
         // The mapper then finds that nobody waits.
         for node in ended.known.into_values() {
             if let How::Deciding(_, waiting) = node.how {
@@ -457,17 +459,23 @@ impl Passthrough {
         self.changed(index, revoked);
     }
 
-    /// Gives a node's file the present time if the guest has stored to it in place since the last call. Call this
-    /// before a request of the guest reads or changes the file's attributes or data. `touch`: calls [`touch`] with the
-    /// file. Whether it was called.
-    pub fn settle_times(&self, node: u64, touch: impl FnOnce() -> Result<()>) -> bool {
-        self.index(node).is_some_and(|index| self.settle_times_of(index, node, touch))
+    /// Whether a node's file has yet to get the time of what the guest has stored in place. Never waits.
+    pub fn owes_times(&self, node: u64) -> bool {
+        self.index(node).into_iter().for_each(|index| self.note_stores(index, node));
+        self.times.owes(node)
     }
 
-    pub(super) fn settle_times_of(&self, index: u32, node: u64, touch: impl FnOnce() -> Result<()>) -> bool {
-        // It fails where a daemon without privileges serves another user's file. The kernel may move the times there.
-        let logged = || touch().unwrap_or_else(|errno| tracing::debug!(node, "no time of a store in place: {errno}"));
-        self.table.stored(index, node, logged)
+    /// Gives a node's file the present time if it [owes](Self::owes_times) one. Call this before a request of the guest
+    /// reads or changes the file's attributes or data. Waits for the file system.
+    pub fn settle_times(&self, node: u64) {
+        if self.owes_times(node) {
+            self.times.settle(node);
+        }
+    }
+
+    /// Notes that an entry's file must get the present time, if the guest has stored to it.
+    pub(super) fn note_stores(&self, index: u32, node: u64) {
+        self.table.stored(index, node, |file| self.times.owe(node, file));
     }
 
     /// To be called before blocks are allocated, which look like holes until they are written. The result is for
@@ -670,14 +678,6 @@ fn first_shared(file: BorrowedFd, from: u64, end: u64) -> u64 {
     sys::shared(file, from, end).unwrap_or(from)
 }
 
-/// Sets the times of a file that was stored to in place: the kernel does that at the first store to a clean page, and
-/// on tmpfs never.
-pub fn touch(file: BorrowedFd) -> Result<()> {
-    let time = |tv_nsec| Timespec { tv_sec: 0, tv_nsec };
-    let times = Timestamps { last_access: time(UTIME_OMIT), last_modification: time(UTIME_NOW) };
-    utimensat(file, c"", &times, AtFlags::EMPTY_PATH)
-}
-
 /// Notes a file's blocks and size.
 fn note(line: &mut Line, st: &Stat) {
     line.blocks = st.st_blocks as u64;
@@ -717,6 +717,7 @@ mod tests {
 
     use super::*;
     use crate::window::RANGE;
+    use crate::window::times::touch;
 
     const NODE: u64 = 7;
     const INDEX: u32 = 1;
@@ -725,7 +726,7 @@ mod tests {
     /// A guest that has a file open by a slot.
     fn passing(file: &File) -> Passthrough {
         let settings = Settings { size: 4 * RANGE, slots: 1, writable: Writable::InPlace };
-        let pass = Passthrough::new(settings, Arc::default()).unwrap();
+        let pass = Passthrough::new(settings, Arc::default(), Box::new(touch)).unwrap();
         pass.on.store(true, Ordering::Release);
         give(&pass, NODE, file);
         pass

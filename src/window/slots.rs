@@ -4,15 +4,13 @@
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::fs::fstat;
 use rustix::io::Errno;
 
 use super::jobs::{EntryJob, SlotJob};
-use super::passthrough::{Passthrough, touch};
+use super::passthrough::Passthrough;
 use super::proxy::{Kind, errno};
 use super::room::Room;
 use super::shared::{CachedFile, Mapping, ProxyFiles, Shared, Source, TABLE, WHOLE_FILES, write_back};
@@ -186,8 +184,6 @@ pub struct Slots {
     has_table: bool,
     /// When the files last got their times.
     settled: Instant,
-    /// A thread is about it.
-    settling: Arc<AtomicBool>,
     /// In the order in which they came.
     wanting: Vec<Wanting>,
     /// A slot has become free.
@@ -202,8 +198,8 @@ impl Slots {
     pub fn new(pass: Arc<Passthrough>, shared: Arc<Shared>, files: Arc<dyn ProxyFiles>) -> Self {
         let room = Room::new(pass.size());
         let (known, pending, wanting, now) = (HashMap::new(), Vec::new(), Vec::new(), Instant::now());
-        let (has_table, freed, hand, settled, settling) = (false, false, 0, now, Arc::default());
-        Self { pass, shared, files, room, known, pending, has_table, settled, settling, wanting, freed, hand, now }
+        let (has_table, freed, hand, settled) = (false, false, 0, now);
+        Self { pass, shared, files, room, known, pending, has_table, settled, wanting, freed, hand, now }
     }
 
     /// How long the mapper may wait for a job before it must call [`look`](Self::look).
@@ -215,7 +211,7 @@ impl Slots {
             true => Some(SOON),
             // The guest may hold pages of a slot for as long as it likes.
             false if waits || !self.pending.is_empty() => Some(LATER),
-            false => holds.then(|| TIMES.saturating_sub(self.settled.elapsed())),
+            false => (holds || self.pass.times.is_behind()).then(|| TIMES.saturating_sub(self.settled.elapsed())),
         }
     }
 
@@ -554,13 +550,11 @@ impl Slots {
         self.freed = true;
     }
 
+    /// Takes the file out of the guest's memory. Its entry must still have it.
     fn unmap(&self, index: u32, node: u64, held: &Held) {
         self.shared.unmap_all(&held.mappings().collect::<Vec<_>>());
-        self.settle_times_of(index, node, held);
-    }
-
-    fn settle_times_of(&self, index: u32, node: u64, held: &Held) {
-        self.pass.settle_times_of(index, node, || touch(held.real.as_fd()));
+        self.pass.note_stores(index, node);
+        self.pass.times.set_soon();
     }
 
     /// Gives files the time of what the guest has stored in place, now and then.
@@ -571,23 +565,10 @@ impl Slots {
         self.settled = now;
         // A file that is opened later then need not wait for a second look.
         self.look_for_use();
-        let held = |(&index, slot): (&u32, &Slot)| Some((index, slot.node, slot.held.as_ref()?.real.clone()));
-        let files: Vec<_> = self.known.iter().filter_map(held).collect();
-        if files.is_empty() || self.settling.swap(true, Ordering::AcqRel) {
-            return;
+        for (index, slot) in self.known.iter().filter(|(_, slot)| slot.held.is_some()) {
+            self.pass.note_stores(*index, slot.node);
         }
-        // Elsewhere: a file that somebody writes to may keep this thread waiting, and other files' slots must not wait.
-        let (pass, settling) = (self.pass.clone(), self.settling.clone());
-        let settle = move || {
-            for (index, node, file) in files {
-                pass.settle_times_of(index, node, || touch(file.as_fd()));
-            }
-            settling.store(false, Ordering::Release);
-        };
-        if let Err(e) = thread::Builder::new().name("thruway-times".into()).spawn(settle) {
-            tracing::debug!("no thread for the times of files: {e}");
-            self.settling.store(false, Ordering::Release);
-        }
+        self.pass.times.set_soon();
     }
 
     fn end_late(&mut self, index: u32) {

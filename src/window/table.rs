@@ -239,14 +239,11 @@ impl Line {
 
 /// The guest may write to the memory, so the daemon reads nothing but the guest's own words from it.
 ///
-/// Lock rule: one line at a time, as the last lock, and no call to the frontend or to the [`Sink`] while it is held. A
-/// thread stats the line's file under the lock, so that the last one to look writes last.
+/// Lock rule: one line at a time, as the last lock but for that of `Times`, and no call to the frontend or to the
+/// [`Sink`] while it is held. A thread stats the line's file under the lock, so that the last one to look writes last.
 pub struct Table {
     memory: MmapRegion<()>,
     lines: Box<[Mutex<Line>]>,
-    /// Held while a file gets the times of what the guest has stored. Locked before the line. A line is not locked
-    /// meanwhile, since the file system may take its time.
-    turns: Box<[Mutex<()>]>,
     revocations: Mutex<u32>,
     /// Tells the guest that `revocations` has changed.
     guest: OnceLock<Arc<dyn Sink>>,
@@ -260,8 +257,7 @@ impl Table {
         fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         let memory = MmapRegion::from_file(FileOffset::new(fd.into(), 0), LEN as usize).map_err(io::Error::other)?;
         let lines = (0..ENTRIES).map(|_| Mutex::default()).collect();
-        let turns = (0..ENTRIES).map(|_| Mutex::default()).collect();
-        let table = Self { memory, lines, turns, revocations: Mutex::new(0), guest: OnceLock::new() };
+        let table = Self { memory, lines, revocations: Mutex::new(0), guest: OnceLock::new() };
         table.clear();
         Ok(table)
     }
@@ -322,17 +318,16 @@ impl Table {
         ack.map_or(0, u32::from_le)
     }
 
-    /// Calls `note` if the guest says that it has stored to this node's file since the last call, and may have. Whoever
-    /// comes in between waits until `note` is done. Whether it was called.
-    pub fn stored(&self, index: u32, node: u64, note: impl FnOnce()) -> bool {
-        let at = index as usize % self.lines.len();
-        let _turn = self.turns[at].lock();
-        let line = self.lines[at].lock();
+    /// Calls `note` with the file in the slot if the guest says that it has stored to this node's file since the last
+    /// call, and may have. Nobody sees that it no longer says so before `note` is done. Whether it was called.
+    pub fn stored(&self, index: u32, node: u64, note: impl FnOnce(&Arc<OwnedFd>)) -> bool {
+        let line = self.lines[index as usize % self.lines.len()].lock();
+        // Without a file the slot is gone, and whoever took it away has called this.
+        let Some(file) = line.file.as_ref().filter(|_| line.stores && line.entry.nodeid == node) else { return false };
         // Under the lock, so that it is not said of the entry's next node.
-        let stored = line.stores && line.entry.nodeid == node && self.take(index, STORED);
-        drop(line);
+        let stored = self.take(index, STORED);
         if stored {
-            note();
+            note(file);
         }
         stored
     }
@@ -614,16 +609,26 @@ mod tests {
         let stores = |index| table.put(guest_at(index, STORED), 1u32.to_le(), Ordering::Release);
         let counts = |index, node| {
             let mut noted = 0;
-            assert_eq!(table.stored(index, node, || noted += 1), noted == 1);
+            assert_eq!(table.stored(index, node, |_| noted += 1), noted == 1);
             noted
         };
         let step = |change| table.update(3, |line| line.step(change)).unwrap();
-        table.update(3, |line| (line.slot, line.entry.nodeid) = (Some((0, RANGE)), 8));
+        let file = Some(Arc::new(table.file().unwrap().try_clone_to_owned().unwrap()));
+        table.update(3, |line| {
+            (line.slot, line.entry.nodeid) = (Some((0, RANGE)), 8);
+            line.file.clone_from(&file);
+        });
         step(Change::Map);
         stores(3);
         assert_eq!(counts(3, 8), 0, "it may not store");
         step(Change::AllowStores);
         assert_eq!((counts(3, 9), counts(3, 8), counts(3, 8)), (0, 1, 0));
+        // Without a file it is kept until there is one.
+        table.update(3, |line| line.file = None);
+        stores(3);
+        assert_eq!(counts(3, 8), 0);
+        table.update(3, |line| line.file = file);
+        assert_eq!((counts(3, 8), counts(3, 8)), (1, 0));
         // What it stored before it let go, and before the release.
         step(Change::Revoke);
         stores(3);
@@ -645,31 +650,6 @@ mod tests {
         table.clear();
         let word = |word| get::<u32>(&table, guest_at(3, word), Ordering::Relaxed);
         assert_eq!([ACK, STORED, USED].map(word), [0; 3]);
-    }
-
-    /// Who looks at the file meanwhile must see the new times.
-    #[test]
-    fn nobody_overtakes_the_note_of_a_store() {
-        let table = Table::new().unwrap();
-        table.update(3, |line| {
-            line.slot = Some((0, RANGE));
-            line.step(Change::Map).unwrap();
-            line.step(Change::AllowStores).unwrap();
-        });
-        table.put(guest_at(3, STORED), 1u32.to_le(), Ordering::Release);
-        let noted = std::sync::atomic::AtomicBool::new(false);
-        std::thread::scope(|scope| {
-            table.stored(3, 0, || {
-                let second = scope.spawn(|| {
-                    assert!(!table.stored(3, 0, || ()));
-                    noted.load(Ordering::Acquire)
-                });
-                assert!(table.turns[3].try_lock().is_none() && table.lines[3].try_lock().is_some());
-                std::thread::sleep(std::time::Duration::from_millis(20));
-                noted.store(true, Ordering::Release);
-                scope.spawn(move || assert!(second.join().unwrap()));
-            });
-        });
     }
 
     /// Reads an entry as the guest does.

@@ -12,6 +12,7 @@ use parking_lot::Mutex;
 use vm_memory::{Bytes, VolatileMemory};
 
 use super::proxy::{Event, Kind, Opened};
+use super::times::Touch;
 use super::*;
 
 /// Live mappings as the frontend has them: where they begin (see [`place`]), the proxy file's id, where in it they
@@ -307,8 +308,13 @@ impl Stepped {
     }
 
     fn with(settings: Settings) -> Self {
+        Self::touching(settings, Box::new(touch))
+    }
+
+    /// `touch`: sets the times of a file.
+    fn touching(settings: Settings, touch: Touch) -> Self {
         let (taken, made) = (Arc::new(Taken::default()), Arc::new(Made { guarded: true, ..Made::default() }));
-        let rig = doors::Rig::new(0, settings, made.clone()).unwrap();
+        let rig = doors::Rig::with(0, settings, made.clone(), touch).unwrap();
         rig.window.connect(Arc::new(FakeFrontend(taken.clone(), made)));
         rig.window.announce();
         let table = std::fs::File::from(rig.table().file().unwrap().try_clone_to_owned().unwrap());
@@ -431,11 +437,7 @@ fn what_the_guest_stores_moves_the_times_now_and_then_and_when_the_slot_goes() {
         now += Duration::from_secs(5);
         window.rig.turn_at(now);
         // Another thread does it.
-        let until = Instant::now() + 20 * SECOND;
-        while stores && is_old() {
-            assert!(Instant::now() < until);
-            thread::sleep(Duration::from_millis(1));
-        }
+        wait_until(|| !stores || !is_old());
         assert_eq!(is_old(), !stores);
         old();
     }
@@ -448,7 +450,71 @@ fn what_the_guest_stores_moves_the_times_now_and_then_and_when_the_slot_goes() {
     assert!(is_old());
     window.rig.pass().forget(7);
     window.rig.turn_at(now);
-    assert!(!is_old());
+    wait_until(|| !is_old());
+    // The session ends.
+    let index = window.open(7, &file).unwrap();
+    old();
+    window.word(index, 1, 1);
+    window.rig.window.reset();
+    wait_until(|| !is_old());
+}
+
+/// Whether it is so comes from another thread.
+fn wait_until(mut is_so: impl FnMut() -> bool) {
+    let until = Instant::now() + 20 * SECOND;
+    while !is_so() {
+        assert!(Instant::now() < until);
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// A process of the host writes to a file, or its file system is frozen.
+#[test]
+fn a_file_that_is_slow_to_get_its_times_delays_nobody() {
+    let (begin, begun) = mpsc::channel();
+    let (go, wait) = mpsc::channel();
+    let wait = Mutex::new(wait);
+    let touch = move |_: BorrowedFd<'_>| {
+        begin.send(()).unwrap();
+        // The mapper would be the one to wait.
+        wait.lock().recv_timeout(20 * SECOND).unwrap();
+        Ok(())
+    };
+    let settings = Settings { size: 8 * RANGE, slots: 4, writable: Writable::InPlace };
+    let mut window = Stepped::touching(settings, Box::new(touch));
+    let now = Instant::now();
+    let (slow, other) = (full_file(5000), full_file(5000));
+    let (slow_at, other_at) = (window.open_at(7, &slow, now).unwrap(), window.open_at(8, &other, now).unwrap());
+    let proxy = |window: &Stepped, index| {
+        let at = place(WHOLE_FILES, window.rig.table().entry(index).offset);
+        window.taken.mapped.lock().iter().find(|m| m.0 == at).unwrap().1
+    };
+    for index in [slow_at, other_at] {
+        // The guest stores to it, and a process of the host truncates it.
+        if index == slow_at {
+            window.word(index, 1, 1);
+        }
+        window.rig.event(Event::Revoke(proxy(&window, index)));
+        window.turns(now);
+        window.acknowledge(index);
+        window.turns(now);
+        assert_eq!(window.state(index), doors::EntryState::Gone);
+        if index == slow_at {
+            begun.recv().unwrap();
+        }
+    }
+    // A worker sees that a request must wait, and that others need not.
+    let pass = window.rig.pass().clone();
+    assert_eq!((pass.owes_times(7), pass.owes_times(8)), (true, false));
+    // Its index goes to another file, which has nothing to do with it.
+    pass.release(7);
+    window.turns(now);
+    assert_eq!(window.open_at(9, &full_file(5000), now), Some(slow_at));
+    assert_eq!((pass.owes_times(7), pass.owes_times(9)), (true, false));
+    let waits = thread::spawn(move || pass.settle_times(7));
+    go.send(()).unwrap();
+    waits.join().unwrap();
+    assert!(!window.rig.pass().owes_times(7));
 }
 
 const LIVE: doors::EntryState = doors::EntryState::Live { writable: true };

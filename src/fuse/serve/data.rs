@@ -98,7 +98,9 @@ impl<F: FileSystem> Server<F> {
     ) -> Result<()> {
         let (node, args): (_, CopyFileRangeIn) = (request.header.nodeid, request.take()?);
         let args = CopyFileRangeIn { len: args.len.min(COPY_BYTES), ..args };
-        self.fs.settle_times(args.nodeid_out);
+        if self.settles_elsewhere(Opcode::CopyFileRange, args.nodeid_out, reply) {
+            return Ok(());
+        }
         if args.len <= COPY_PIECE && !self.fs.waits(node, args.fh_in) {
             return reply.put(&out(self.fs.copy_file_range(node, &args)? as u64));
         }

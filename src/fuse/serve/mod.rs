@@ -16,11 +16,18 @@ impl<F: FileSystem> Server<F> {
     pub(super) fn serve(&self, opcode: Opcode, request: &mut Request, reply: &mut Reply) -> Result<()> {
         let fs = &*self.fs;
         let node = request.header.nodeid;
-        if sees_times(opcode) {
-            fs.settle_times(node);
+        if sees_times(opcode) && self.settles_elsewhere(opcode, node, reply) {
+            return Ok(());
         }
         match opcode {
-            Opcode::Lookup => reply.put(&fs.lookup(node, request.name()?)?),
+            Opcode::Lookup if reply.may_wait() => reply.put(&fs.lookup(node, request.name()?)?),
+            Opcode::Lookup => match fs.lookup_now(node, request.name()?) {
+                Err(Errno::AGAIN) => {
+                    reply.serve_anew();
+                    Ok(())
+                }
+                found => reply.put(&found?),
+            },
             Opcode::Forget => self.forget(request, reply),
             Opcode::BatchForget => self.batch_forget(request, reply),
             Opcode::Readlink => reply.collect(|to| fs.readlink(node, to)),
@@ -39,6 +46,9 @@ impl<F: FileSystem> Server<F> {
             }
             Opcode::Link => {
                 let args: LinkIn = request.take()?;
+                if self.settles_elsewhere(opcode, args.oldnodeid, reply) {
+                    return Ok(());
+                }
                 reply.put(&fs.link(args.oldnodeid, node, request.name()?)?)
             }
 
@@ -152,6 +162,20 @@ impl<F: FileSystem> Server<F> {
         }
     }
 
+    /// Gives a node's file the time of what the guest has stored in place, before the request sees it. True if that is
+    /// left to another thread, which serves the request too: the file may be locked for seconds, and a worker must
+    /// serve others meanwhile. A WRITE waits for the same lock itself.
+    pub(super) fn settles_elsewhere(&self, opcode: Opcode, node: u64, reply: &mut Reply) -> bool {
+        let owes = self.fs.owes_times(node);
+        let elsewhere = owes && opcode != Opcode::Write && !reply.may_wait();
+        if elsewhere {
+            reply.serve_anew();
+        } else if owes {
+            self.fs.settle_times(node);
+        }
+        elsewhere
+    }
+
     fn setattr(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {
         let args: SetattrIn = request.take()?;
         let (node, valid) = (request.header.nodeid, SetattrValid::from_bits_retain(args.valid));
@@ -174,8 +198,13 @@ impl<F: FileSystem> Server<F> {
     }
 }
 
-/// Whether a request reads or changes the attributes or data of its node. What LOOKUP, READDIRPLUS and LINK find comes
-/// later, and READ has no attributes.
+/// Whether a request may be served on a thread that may wait, from its beginning.
+pub(super) const fn may_wait(opcode: Opcode) -> bool {
+    matches!(opcode, Opcode::Read | Opcode::Lookup | Opcode::Link) || sees_times(opcode)
+}
+
+/// Whether a request reads or changes the attributes or data of its node. What LOOKUP, READDIRPLUS, LINK and
+/// COPY_FILE_RANGE find comes later, and READ has no attributes.
 const fn sees_times(opcode: Opcode) -> bool {
     matches!(
         opcode,
