@@ -50,7 +50,12 @@ impl Rig {
     }
 
     pub fn event(&self, event: Event) {
-        self.window.jobs.send(Job::Event(event));
+        self.event_at(event, Instant::now());
+    }
+
+    /// The same for an event that the daemon has known since then.
+    pub fn event_at(&self, event: Event, since: Instant) {
+        self.window.jobs.send(Job::Event(event, since));
     }
 
     pub fn pass(&self) -> &Arc<Passthrough> {

@@ -4,7 +4,7 @@
 use std::collections::{HashSet, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 use rustix::io::Errno;
@@ -18,8 +18,8 @@ use crate::limits::WINDOW_JOBS;
 pub enum Job {
     Dax(DaxJob),
     Slot(SlotJob),
-    /// Others do something to a file.
-    Event(Event),
+    /// Others do something to a file. The daemon has known since then.
+    Event(Event, Instant),
     /// The session is over.
     Reset,
 }
@@ -122,9 +122,13 @@ impl Job {
                 Origin::Guest
             }
             Self::Slot(SlotJob::Entry(job, index)) => Origin::Daemon(Own::Entry(*job, *index)),
-            Self::Event(event) => Origin::Daemon(Own::Event(*event)),
+            Self::Event(event, _) => Origin::Daemon(Own::Event(*event)),
             Self::Reset => Origin::Reset,
         }
+    }
+
+    const fn is_urgent(&self) -> bool {
+        matches!(self, Self::Event(Event::Revoke(_), _))
     }
 
     /// Answers EAGAIN to a job of the guest's.
@@ -133,7 +137,7 @@ impl Job {
             Self::Dax(DaxJob::Map { answer, .. } | DaxJob::Unmap { answer, .. } | DaxJob::Vacate { answer, .. })
             | Self::Slot(SlotJob::Start { answer, .. } | SlotJob::Ask { answer, .. }) => answer(Err(Errno::AGAIN)),
             Self::Slot(SlotJob::Open { refused, .. }) => refused(),
-            Self::Slot(SlotJob::Entry(..)) | Self::Event(_) | Self::Reset => {}
+            Self::Slot(SlotJob::Entry(..)) | Self::Event(..) | Self::Reset => {}
         }
     }
 }
@@ -175,8 +179,11 @@ impl Jobs {
             Origin::Reset => {}
         }
         match job {
-            // A process of the host waits, and the guard does not let it wait for long.
-            Job::Event(Event::Revoke(_)) => queue.jobs.push_front(job),
+            // A process of the host waits, and the guard does not let it wait for long. Those that came before wait too.
+            job if job.is_urgent() => {
+                let at = queue.jobs.iter().take_while(|job| job.is_urgent()).count();
+                queue.jobs.insert(at, job);
+            }
             job => queue.jobs.push_back(job),
         }
         drop(queue);
@@ -212,7 +219,7 @@ mod tests {
     #[test]
     fn the_queue_is_bounded_and_what_the_daemon_asks_for_is_kept() {
         let jobs = Jobs::default();
-        let refused = Arc::new(AtomicUsize::new(0));
+        let (refused, now) = (Arc::new(AtomicUsize::new(0)), Instant::now());
         for _ in 0..WINDOW_JOBS + 100 {
             let refused = refused.clone();
             let answer = Box::new(move |done| {
@@ -222,8 +229,8 @@ mod tests {
             jobs.send(DaxJob::Unmap { ranges: Vec::new(), answer });
             (0..10).for_each(|_| jobs.send(Job::Reset));
             for id in 0..5 {
-                jobs.send(Job::Event(Event::Changed(id)));
-                jobs.send(Job::Event(Event::Revoke(id)));
+                jobs.send(Job::Event(Event::Changed(id), now));
+                jobs.send(Job::Event(Event::Revoke(id), now));
             }
             for index in 1..5 {
                 for job in [EntryJob::Drop, EntryJob::Downgrade, EntryJob::Remap] {
@@ -238,12 +245,30 @@ mod tests {
         }
         let count = |is: fn(&Job) -> bool| all.iter().filter(|job| is(job)).count();
         assert_eq!(count(|job| matches!(job, Job::Dax(DaxJob::Unmap { .. }))), WINDOW_JOBS);
-        assert_eq!(count(|job| matches!(job, Job::Event(_))), 10);
+        assert_eq!(count(|job| matches!(job, Job::Event(..))), 10);
         assert_eq!(count(|job| matches!(job, Job::Slot(SlotJob::Entry(..)))), 12);
         assert!(count(|job| matches!(job, Job::Reset)) <= WINDOW_JOBS + 1);
         // What was done can be asked for again.
         jobs.send(SlotJob::Entry(EntryJob::Drop, 1));
         let again = jobs.next(Some(Duration::ZERO));
         assert!(matches!(again, Some(Job::Slot(SlotJob::Entry(EntryJob::Drop, 1)))));
+    }
+    #[test]
+    fn processes_that_wait_come_first_and_in_turn() {
+        let (jobs, now) = (Jobs::default(), Instant::now());
+        jobs.send(SlotJob::Entry(EntryJob::Want, 1));
+        jobs.send(Job::Reset);
+        for id in 1..4 {
+            jobs.send(Job::Event(Event::Changed(id), now));
+            jobs.send(Job::Event(Event::Revoke(id), now));
+        }
+        let order = std::iter::from_fn(|| jobs.next(Some(Duration::ZERO))).map(|job| match job {
+            Job::Event(Event::Revoke(id), _) => id,
+            Job::Slot(_) => 11,
+            Job::Reset => 12,
+            Job::Event(Event::Changed(id), _) => 20 + id,
+            Job::Dax(_) => unreachable!(),
+        });
+        assert_eq!(order.collect::<Vec<_>>(), [1, 2, 3, 11, 12, 21, 22, 23]);
     }
 }

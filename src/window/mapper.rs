@@ -130,9 +130,9 @@ impl Mapper {
                     slots.serve(job);
                 }
             }
-            Job::Event(Event::Changed(id)) => self.slots.iter_mut().for_each(|slots| slots.changed(id)),
-            Job::Event(Event::Revoke(id)) => {
-                self.slots.iter_mut().for_each(|slots| slots.revoke(id));
+            Job::Event(Event::Changed(id), _) => self.slots.iter_mut().for_each(|slots| slots.changed(id)),
+            Job::Event(Event::Revoke(id), since) => {
+                self.slots.iter_mut().for_each(|slots| slots.revoke(id, since));
                 self.revoke(id);
             }
             Job::Reset => {

@@ -29,6 +29,7 @@ use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread;
+use std::time::Instant;
 
 use rustix::io::Errno;
 
@@ -85,7 +86,7 @@ impl Window {
         let (tell, events) = (jobs.clone(), files.clone());
         thread::Builder::new().name("thruway-events".into()).spawn(move || {
             while let Some(event) = events.next_event() {
-                tell.send(Job::Event(event));
+                tell.send(Job::Event(event, Instant::now()));
             }
             tracing::error!("the window process ended: no file is mapped any more, restart the daemon");
         })?;

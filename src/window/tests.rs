@@ -271,7 +271,7 @@ fn a_revoked_file_keeps_its_mappings_but_not_its_pages() {
     rig.map(0, 3, 0, true, 7, FakeSource::default()).unwrap();
     rig.map(5, 1, 0, true, 8, FakeSource::default()).unwrap();
     let id = rig.taken.mapped.lock().iter().find(|m| m.0 == 0).unwrap().1;
-    rig.window.jobs.send(Job::Event(Event::Revoke(id)));
+    rig.window.jobs.send(Job::Event(Event::Revoke(id), Instant::now()));
     rig.unmap(&[]).unwrap();
     let mapped = rig.taken.mapped.lock().clone();
     assert_eq!((rig.window.live(), mapped.len()), (4, 4));
@@ -843,6 +843,22 @@ fn a_slot_that_has_grown_goes_as_a_whole() {
     window.rig.window.reset();
     window.start();
     assert_eq!((window.rig.live(), window.taken.mapped.lock().len()), ([0, 0, 1], 1));
+}
+
+/// The guard does not know how long the mapper was busy.
+#[test]
+fn a_process_waits_from_when_the_daemon_hears_of_it() {
+    let mut window = Stepped::new(4 * RANGE, 2);
+    let now = Instant::now();
+    for (waited, state) in [(Duration::ZERO, REVOKING), (2 * SECOND, doors::EntryState::Gone)] {
+        let index = window.open_at(7, &full_file(5000), now).unwrap();
+        let id = window.taken.mapped.lock().last().unwrap().1;
+        window.rig.event_at(Event::Revoke(id), now - waited);
+        window.turns(now);
+        assert_eq!(window.state(index), state);
+        window.rig.window.reset();
+        window.start();
+    }
 }
 
 #[test]
