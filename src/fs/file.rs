@@ -322,6 +322,10 @@ impl PassthroughFs {
         };
         let copy = || copy_file_range(source, Some(&mut off_in), target, Some(&mut off_out), len);
         let n = self.changing(a.nodeid_out, copy)?;
+        // Mapped since they were asked for: the daemon looks for shared blocks when the guest has let go.
+        for node in [node, a.nodeid_out].into_iter().filter(|node| self.keeps_blocks(*node)) {
+            self.passing().into_iter().for_each(|pass| pass.punching(node, 0, || ()));
+        }
         self.drop_capability(to.fd);
         if let Some(pass) = self.passing() {
             pass.wrote(a.nodeid_out, to.fd, Some(a.off_out), n as u64);
