@@ -60,8 +60,6 @@ pub enum SlotJob {
         node: u64,
         index: u32,
         source: Arc<dyn Source>,
-        /// To be called if the queue is full.
-        refused: Box<dyn FnOnce() + Send>,
     },
     /// The guest wants a live entry that covers these bytes.
     Ask {
@@ -136,8 +134,8 @@ impl Job {
         match self {
             Self::Dax(DaxJob::Map { answer, .. } | DaxJob::Unmap { answer, .. } | DaxJob::Vacate { answer, .. })
             | Self::Slot(SlotJob::Start { answer, .. } | SlotJob::Ask { answer, .. }) => answer(Err(Errno::AGAIN)),
-            Self::Slot(SlotJob::Open { refused, .. }) => refused(),
-            Self::Slot(SlotJob::Entry(..)) | Self::Event(..) | Self::Reset => {}
+            // Its sender answers.
+            Self::Slot(SlotJob::Open { .. } | SlotJob::Entry(..)) | Self::Event(..) | Self::Reset => {}
         }
     }
 }
@@ -161,21 +159,28 @@ impl Jobs {
     /// Adds a job. If the queue is full, the guest gets EAGAIN. The daemon's own jobs are never lost, and sending one
     /// never blocks.
     pub fn send(&self, job: impl Into<Job>) {
+        if let Err(job) = self.offer(job) {
+            job.refuse();
+        }
+    }
+
+    /// As [`send`](Self::send), but the guest gets no answer if the queue is full.
+    ///
+    /// # Errors
+    /// The job, if the queue is full.
+    pub fn offer(&self, job: impl Into<Job>) -> Result<(), Job> {
         let job = job.into();
         let mut queue = self.queue.lock();
         match job.origin() {
-            Origin::Guest if queue.guests == WINDOW_JOBS => {
-                drop(queue);
-                return job.refuse();
-            }
+            Origin::Guest if queue.guests == WINDOW_JOBS => return Err(job),
             Origin::Guest => queue.guests += 1,
             Origin::Daemon(own) => {
                 if !queue.waiting.insert(own) {
-                    return;
+                    return Ok(());
                 }
             }
             // Nothing has come since the last one.
-            Origin::Reset if matches!(queue.jobs.back(), Some(Job::Reset)) => return,
+            Origin::Reset if matches!(queue.jobs.back(), Some(Job::Reset)) => return Ok(()),
             Origin::Reset => {}
         }
         match job {
@@ -188,6 +193,7 @@ impl Jobs {
         }
         drop(queue);
         self.some.notify_one();
+        Ok(())
     }
 
     /// Waits for a job, `patience` at most.

@@ -9,14 +9,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Poll;
 
 use parking_lot::Mutex;
-use rustix::fs::{FallocateFlags, Stat, fallocate, fstat};
+use rustix::fs::{Stat, fstat};
 use rustix::io::Errno;
 
 use super::jobs::{EntryJob, Jobs, SlotJob};
 use super::shared::Source;
 use super::space::{Stores, hole};
 use super::sys;
-use super::table::{Change, ENTRIES, EntryState, LEN, Line, Table};
+use super::table::{Change, ENTRIES, EntryState, Filled, LEN, Line, Table};
 use super::times::{Times, Touch};
 use crate::fuse::ops::{Answer, Result};
 
@@ -62,13 +62,6 @@ pub struct Passthrough {
 
 /// An entry's index, and how many holes its file had got by then.
 pub struct Holes(u32, u64);
-
-/// A file had no hole when it had `size` bytes and had got `holes` holes before.
-#[derive(Clone, Copy)]
-pub(super) struct Filled {
-    holes: u64,
-    size: u64,
-}
 
 /// Lock rule: before a line of the table; no system call and no call to the frontend while it is held.
 pub(super) struct Nodes {
@@ -196,7 +189,7 @@ impl Passthrough {
 
     /// Counts an open of a node. Returns the index of its entry if it has passthrough; pending while the mapper decides
     /// that: [`decided`](Self::decided) tells. `source`: the file, if it is worth passing through, for the first open.
-    pub fn open(self: &Arc<Self>, node: u64, file: BorrowedFd, source: Option<Arc<dyn Source>>) -> Poll<Option<u32>> {
+    pub fn open(&self, node: u64, file: BorrowedFd, source: Option<Arc<dyn Source>>) -> Poll<Option<u32>> {
         let mut nodes = self.nodes.lock();
         if let Some(known) = nodes.known.get_mut(&node) {
             let first = known.opens == 0;
@@ -223,9 +216,15 @@ impl Passthrough {
         } else if let Some((source, index)) = source.and_then(|source| Some((source, nodes.free.pop()?))) {
             self.table.begin(index, node);
             nodes.known.insert(node, Node { opens: 1, how: How::Deciding(index, Vec::new()), released: 0 });
-            let (session, this) = (nodes.session, self.clone());
-            let refused = Box::new(move || this.refuse(session, node, index));
-            self.send(SlotJob::Open { session, node, index, source, refused });
+            let session = nodes.session;
+            // Under the lock, so that it comes before the end of its session.
+            let sent = self.jobs.offer(SlotJob::Open { session, node, index, source });
+            drop(nodes);
+            if sent.is_err() {
+                self.decide(session, node, index, false);
+                self.nodes.lock().free(session, index);
+                return Poll::Ready(None);
+            }
         } else {
             nodes.known.insert(node, Node { opens: 1, how: How::Messages, released: 0 });
             return Poll::Ready(None);
@@ -268,18 +267,6 @@ impl Passthrough {
         mapped && open
     }
 
-    /// The mapper's queue is full. The caller may hold the lock of [`Self::nodes`], since the locks are taken in a new
-    /// thread.
-    fn refuse(self: Arc<Self>, session: u64, node: u64, index: u32) {
-        let refuse = move || {
-            self.decide(session, node, index, false);
-            self.nodes.lock().free(session, index);
-        };
-        if let Err(error) = std::thread::Builder::new().name("thruway-refuse".into()).spawn(refuse) {
-            tracing::warn!(node, "no thread to answer an open: {error}");
-        }
-    }
-
     /// Makes a kept entry live again, for the first open of its node (session, node, index). If that fails, the open
     /// has no passthrough: the slot has just been taken away, or the guest might not store to it.
     fn revive(&self, (session, node, index): (u64, u64, u32), file: BorrowedFd) -> Option<u32> {
@@ -295,14 +282,30 @@ impl Passthrough {
     }
 
     /// Allocates the holes of a file in memory, so that no load from them can fail for want of memory. The result is
-    /// for [`live`](Self::live).
+    /// for [`live`](Self::live). Of a long file it does a part, for the reason given at `Slots::fill_holes`.
+    ///
+    /// # Errors
+    /// EAGAIN if there is more to do; ENOSPC.
     pub(super) fn fill(&self, index: u32, file: BorrowedFd) -> Result<Filled> {
-        let Holes(_, holes) = self.holes(index);
-        let size = fstat(file)?.st_size as u64;
-        if Stores::of(file)? == Stores::Memory && hole(file, 0, size)? < size {
-            fallocate(file, FallocateFlags::KEEP_SIZE, 0, size)?;
+        let (st, stores) = (fstat(file)?, Stores::of(file)?);
+        let size = st.st_size as u64;
+        let (holes, from) = self.table.update(index, |line| {
+            let Filled { holes, size, blocks } = line.filled;
+            // Others may have taken blocks away since the last part.
+            let is_known = holes == line.holes && blocks <= st.st_blocks as u64;
+            (line.holes, if is_known { size } else { 0 })
+        });
+        if stores == Stores::Memory {
+            let from = hole(file, from.min(size), size)?;
+            let end = size.min(from.saturating_add(stores.at_once()));
+            stores.allocate(file, from, end)?;
+            let blocks = fstat(file)?.st_blocks as u64;
+            self.table.update(index, |line| line.filled = Filled { holes, size: end, blocks });
+            if end < size {
+                return Err(Errno::AGAIN);
+            }
         }
-        Ok(Filled { holes, size })
+        Ok(Filled { holes, size, blocks: 0 })
     }
 
     /// Makes an entry with a slot live. `filled`: the file had no hole then; the entry counts those that it got since.
@@ -715,7 +718,10 @@ mod tests {
     use std::os::fd::AsFd;
     use std::os::unix::fs::FileExt;
 
+    use rustix::fs::{FallocateFlags, fallocate};
+
     use super::*;
+    use crate::limits::WINDOW_JOBS;
     use crate::window::RANGE;
     use crate::window::times::touch;
 
@@ -802,6 +808,32 @@ mod tests {
             assert!(pass.open(node, file.as_fd(), None) == Poll::Ready(None));
             pass.release(node);
         }
+        assert_eq!(pass.nodes.lock().free.len(), free);
+    }
+
+    /// Never opened: the mapper does not come to it.
+    struct NoFile;
+
+    impl Source for NoFile {
+        fn open(&self, _writable: bool) -> Result<std::os::fd::OwnedFd> {
+            Err(Errno::IO)
+        }
+
+        fn facts(&self) -> Result<crate::window::Facts> {
+            Err(Errno::IO)
+        }
+
+        fn failed(&self, _errno: Errno) {}
+    }
+
+    #[test]
+    fn an_open_is_by_messages_if_the_mapper_has_too_much_to_do() {
+        let file = full_file("/dev/shm");
+        let pass = Arc::new(passing(&file));
+        let free = pass.nodes.lock().free.len();
+        (0..WINDOW_JOBS).for_each(|_| pass.ask(NODE, 0, 1, false, Box::new(|_| ())));
+        let opened = || pass.open(NODE + 1, file.as_fd(), Some(Arc::new(NoFile)));
+        assert!(opened() == Poll::Ready(None) && opened() == Poll::Ready(None));
         assert_eq!(pass.nodes.lock().free.len(), free);
     }
 

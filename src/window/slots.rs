@@ -15,7 +15,7 @@ use super::proxy::{Kind, errno};
 use super::room::Room;
 use super::shared::{CachedFile, Mapping, ProxyFiles, Shared, Source, TABLE, WHOLE_FILES, write_back};
 use super::space::Stores;
-use super::table::{Change, EntryState};
+use super::table::{Change, EntryState, Filled};
 use super::{RANGE, table};
 use crate::fuse::ops::Result;
 
@@ -220,7 +220,7 @@ impl Slots {
     pub fn serve(&mut self, job: SlotJob) {
         match job {
             SlotJob::Start { session, answer } => answer(self.start(session)),
-            SlotJob::Open { session, node, index, source, refused: _ } => self.open(session, node, index, source),
+            SlotJob::Open { session, node, index, source } => self.open(session, node, index, source),
             SlotJob::Ask { node, from, len, writable, answer } => answer(self.ask(node, from, len, writable)),
             SlotJob::Entry(job, index) => match job {
                 EntryJob::Drop => self.drop_slot(index),
@@ -282,7 +282,7 @@ impl Slots {
     /// Maps an entry's file and makes the entry live.
     ///
     /// # Errors
-    /// [`FULL`] or [`TOO_LONG`] for want of room in the window; EOPNOTSUPP if its file may not be stored to, or read,
+    /// [`FULL`] or [`TOO_LONG`] for want of room in the window; EAGAIN if holes are yet to be allocated; EOPNOTSUPP if its file may not be stored to, or read,
     /// in place.
     fn fill(&mut self, index: u32, need: Need) -> Result<()> {
         let slot = self.known.get(&index).ok_or(Errno::STALE)?;
@@ -305,8 +305,11 @@ impl Slots {
         }
         // The guard is active now, so the size cannot shrink.
         let (at, len) = self.reserve(fstat(&real)?.st_size as u64)?;
+        // A process of the guest waits, so the holes of a file in memory are to be allocated.
+        let filled = (need == Need::Fault).then(|| self.pass.fill(index, real.as_fd())).transpose();
+        let filled = filled.inspect_err(|_| self.room.free(at))?;
         let held = Held { at, pieces: vec![len], id, since: self.now, real, proxy: opened.fd };
-        self.put(index, node, held, need)
+        self.put(index, node, held, filled, need == Need::Open)
     }
 
     /// Has the frontend map a part of a file, and waits until the guest has it.
@@ -323,8 +326,8 @@ impl Slots {
         }
     }
 
-    /// Maps a file into its reserved slot, as one piece, and makes the entry live.
-    fn put(&mut self, index: u32, node: u64, held: Held, need: Need) -> Result<()> {
+    /// Maps a file into its reserved slot, as one piece, and makes the entry live: see [`Passthrough::live`].
+    fn put(&mut self, index: u32, node: u64, held: Held, filled: Option<Filled>, stores: bool) -> Result<()> {
         let len = held.len();
         if let Err(errno) = self.map(&held.mapping(0, len)) {
             self.room.free(held.at);
@@ -335,10 +338,7 @@ impl Slots {
             line.file = Some(held.real.clone());
             line.set_node(node);
         });
-        let real = held.real.as_fd();
-        // A process of the guest waits, so the holes of a file in memory are to be allocated.
-        let filled = if need == Need::Fault { self.pass.fill(index, real).map(Some) } else { Ok(None) };
-        let live = filled.and_then(|filled| self.pass.live(index, real, filled, need == Need::Open));
+        let live = self.pass.live(index, held.real.as_fd(), filled, stores);
         if let Some(slot) = self.known.get_mut(&index) {
             (slot.held, slot.not_before, slot.idle) = (Some(held), None, None);
         }
@@ -775,7 +775,7 @@ impl Slots {
         let size = self.pass.table.entry(index).size;
         let since = self.now;
         let held = |(at, len)| Held { at, pieces: vec![len], since, ..held };
-        let put = self.reserve(size).map(held).and_then(|held| self.put(index, node, held, Need::Later));
+        let put = self.reserve(size).map(held).and_then(|held| self.put(index, node, held, None, false));
         if let Err(errno) = put {
             tracing::debug!(node, "not mapped again: {errno}");
             self.gone(index);

@@ -51,13 +51,13 @@ impl Stores {
     }
 
     /// Allocates blocks for a part of a file that it shares with no other file.
-    pub fn allocate(self, file: &OwnedFd, from: u64, end: u64) -> Result<()> {
+    pub fn allocate(self, file: impl AsFd, from: u64, end: u64) -> Result<()> {
         if from >= end {
             return Ok(());
         }
         let mut mode = FallocateFlags::KEEP_SIZE;
         mode.set(FallocateFlags::UNSHARE_RANGE, self == Self::Unshared);
-        retry_on_intr(|| fallocate(file, mode, from, end - from))
+        retry_on_intr(|| fallocate(&file, mode, from, end - from))
     }
 }
 

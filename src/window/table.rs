@@ -152,6 +152,14 @@ pub struct Entry {
     pub lost: u32,
 }
 
+/// A file had no hole before `size` when it had got `holes` holes before ([`Line::holes`]) and had `blocks` blocks.
+#[derive(Clone, Copy, Default)]
+pub struct Filled {
+    pub holes: u64,
+    pub size: u64,
+    pub blocks: u64,
+}
+
 /// An entry, and what only the daemon knows of it.
 #[derive(Default)]
 pub struct Line {
@@ -165,6 +173,8 @@ pub struct Line {
     pub holes: u64,
     /// The file's blocks when the daemon last looked, in units of 512 bytes as statx(2) counts them.
     pub blocks: u64,
+    /// How far the holes of a file in memory are allocated, if that is not done yet.
+    pub filled: Filled,
     /// The file in the slot. It is looked at for holes.
     pub file: Option<Arc<OwnedFd>>,
     /// Messages that took the place of an access to the slot, since the guest has none.
@@ -341,7 +351,7 @@ impl Table {
     pub fn begin(&self, index: u32, node: u64) {
         self.update(index, |line| {
             line.set_node(node);
-            (line.missed, line.limits) = (0, Vec::new());
+            (line.missed, line.limits, line.filled) = (0, Vec::new(), Filled::default());
         });
         self.take(index, STORED);
         self.take(index, USED);

@@ -900,6 +900,38 @@ fn a_long_file_is_allocated_in_parts() {
     assert!(file.metadata().unwrap().blocks() * 512 >= 3 * RANGE);
 }
 
+/// A load from a hole takes memory.
+#[test]
+fn a_long_file_in_memory_is_allocated_in_parts() {
+    let mut window = Stepped::new(33 * RANGE, 4);
+    let now = Instant::now();
+    let file = full_file(5000);
+    let index = window.open_at(7, &file, now).unwrap();
+    let grow = || file.set_len(4 * RANGE).map_err(|_| Errno::IO);
+    window.rig.pass().truncate(7, 4 * RANGE, grow, || Ok(4 * RANGE)).unwrap();
+    window.turns(now);
+    window.acknowledge(index);
+    window.turns(now);
+    assert_eq!(window.state(index), doors::EntryState::Gone);
+    let blocks = || file.metadata().unwrap().blocks() * 512;
+    let (mut parts, mut before) = (0, blocks());
+    // The file must not come back sooner than the host's process sees that it is gone.
+    wait_until(|| {
+        let asked = window.ask_at(7, 0, now);
+        assert!(asked == Ok(()) || asked == Err(Errno::AGAIN));
+        assert!(blocks() <= before + RANGE);
+        parts += usize::from(blocks() > before);
+        if parts == 2 {
+            // Others take away what was allocated first.
+            let punch = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
+            rustix::fs::fallocate(&file, punch, 0, RANGE).unwrap();
+        }
+        before = blocks();
+        asked == Ok(())
+    });
+    assert_eq!((window.state(index), blocks(), parts), (LIVE, 4 * RANGE, 5));
+}
+
 #[test]
 fn a_session_that_ends_while_files_are_mapped_leaves_no_entry_and_no_open_unanswered() {
     let mut window = Stepped::new(4 * RANGE, 1);
