@@ -29,6 +29,29 @@ struct LinuxDirent {
 
 const NAME_OFFSET: usize = size_of::<LinuxDirent>();
 
+/// A directory's entries, as lseek(2) and getdents64(2) give them.
+trait Stream: Copy {
+    fn seek(self, offset: u64) -> Result<()>;
+    /// Puts the next entries into `entries`: none at the end.
+    fn read(self, entries: &mut Vec<u8>) -> Result<()>;
+    /// Whether the directory is removed.
+    fn is_removed(self) -> bool;
+}
+
+impl Stream for BorrowedFd<'_> {
+    fn seek(self, offset: u64) -> Result<()> {
+        seek(self, SeekFrom::Start(offset)).map(drop)
+    }
+
+    fn read(self, entries: &mut Vec<u8>) -> Result<()> {
+        sys::getdents(self, entries)
+    }
+
+    fn is_removed(self) -> bool {
+        stat(self, c"").is_ok_and(|st| st.stx_nlink == 0)
+    }
+}
+
 impl DirState {
     /// The entry at the position, and where the next one starts. `None`: the buffer has no more.
     fn peek(&self) -> Result<Option<(Dirent, &CStr, usize)>> {
@@ -40,49 +63,70 @@ impl DirState {
         Ok(Some((Dirent { ino: head.ino, off: head.off, namelen, kind }, name, next)))
     }
 
-    fn seek(&mut self, fd: BorrowedFd, offset: u64) -> Result<()> {
+    fn seek(&mut self, stream: impl Stream, offset: u64) -> Result<()> {
         if self.offset == Some(offset) {
             return Ok(());
         }
         if self.fresh {
             // A descriptor whose first position is the end of an ext4 directory has no entries at its beginning
             // afterwards.
-            self.read_more(fd)?;
+            self.read_more(stream)?;
         }
-        self.go(fd, offset)
+        self.go(stream, offset)
     }
 
     /// Lists from the beginning, without entries that were read before.
-    fn rewind(&mut self, fd: BorrowedFd) -> Result<()> {
-        self.go(fd, 0)
+    fn rewind(&mut self, stream: impl Stream) -> Result<()> {
+        self.go(stream, 0)
     }
 
-    fn go(&mut self, fd: BorrowedFd, offset: u64) -> Result<()> {
+    fn go(&mut self, stream: impl Stream, offset: u64) -> Result<()> {
+        let skips = i64::try_from(offset).is_err();
         self.entries.clear();
         (self.at, self.offset) = (0, None);
         // ext4 refuses the end's position, EINVAL, once the directory is removed.
-        let gone = || stat(fd, c"").is_ok_and(|st| st.stx_nlink == 0);
-        seek(fd, SeekFrom::Start(offset)).map_err(|errno| if gone() { Errno::NOENT } else { errno })?;
+        let to = if skips { 0 } else { offset };
+        stream.seek(to).map_err(|errno| if stream.is_removed() { Errno::NOENT } else { errno })?;
+        if skips {
+            self.skip(stream, offset)?;
+        }
         self.offset = Some(offset);
         Ok(())
     }
 
-    fn read_more(&mut self, fd: BorrowedFd) -> Result<bool> {
+    /// Reads from the beginning up to a position that lseek(2) cannot go to: it takes it for negative. NFSv4 servers
+    /// have such positions.
+    ///
+    /// # Errors
+    /// EINVAL if no entry has it: the entry before was removed meanwhile, or there was none.
+    fn skip(&mut self, stream: impl Stream, offset: u64) -> Result<()> {
+        while self.read_more(stream)? {
+            while let Some((dirent, _, next)) = self.peek()? {
+                self.at = next;
+                if dirent.off == offset {
+                    return Ok(());
+                }
+            }
+        }
+        Err(Errno::INVAL)
+    }
+
+    fn read_more(&mut self, stream: impl Stream) -> Result<bool> {
         (self.at, self.fresh) = (0, false);
         self.entries.reserve_exact(BATCH);
-        sys::getdents(fd, &mut self.entries)?;
+        stream.read(&mut self.entries)?;
         Ok(!self.entries.is_empty())
     }
 
-    fn list(&mut self, fd: BorrowedFd, each: &mut impl FnMut(BorrowedFd, Dirent, &CStr) -> Result<bool>) -> Result<()> {
+    fn list<S: Stream>(&mut self, stream: S, each: &mut impl FnMut(S, Dirent, &CStr) -> Result<bool>) -> Result<()> {
         loop {
             let Some((dirent, name, next)) = self.peek()? else {
-                if self.read_more(fd)? {
+                if self.read_more(stream)? {
                     continue;
                 }
                 return Ok(());
             };
-            if !each(fd, dirent, name)? {
+            if !each(stream, dirent, name)? {
                 return Ok(());
             }
             (self.at, self.offset) = (next, Some(dirent.off));
@@ -194,5 +238,130 @@ impl Dirs for PassthroughFs {
             return self.with_dir(node, |dir| sync(dir.fd()));
         }
         sync(self.handles.get(node, fh)?.fd())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::{Cell, RefCell};
+    use std::sync::Arc;
+
+    use super::super::handle::Listings;
+    use super::*;
+
+    /// A directory of an NFS server: each entry has a name and the position after it. A read returns two of them.
+    struct Nfs {
+        entries: RefCell<Vec<(&'static str, u64)>>,
+        next: Cell<usize>,
+        seeks: Cell<usize>,
+    }
+
+    impl Nfs {
+        fn new(positions: [u64; 6]) -> Self {
+            let entries = [".", "..", "a", "b", "c", "d"].into_iter().zip(positions).collect();
+            Self { entries: RefCell::new(entries), next: Cell::new(0), seeks: Cell::new(0) }
+        }
+    }
+
+    impl Stream for &Nfs {
+        fn seek(self, offset: u64) -> Result<()> {
+            self.seeks.set(self.seeks.get() + 1);
+            if i64::try_from(offset).is_err() {
+                return Err(Errno::INVAL);
+            }
+            let at = |entries: &[(_, u64)]| entries.iter().position(|(_, off)| *off == offset).map(|at| at + 1);
+            self.next.set(if offset == 0 { 0 } else { at(&self.entries.borrow()).ok_or(Errno::INVAL)? });
+            Ok(())
+        }
+
+        fn read(self, buffer: &mut Vec<u8>) -> Result<()> {
+            buffer.clear();
+            for (name, off) in self.entries.borrow().iter().skip(self.next.get()).take(2) {
+                self.next.set(self.next.get() + 1);
+                let reclen = (NAME_OFFSET + name.len() + 1).next_multiple_of(8);
+                let end = buffer.len() + reclen;
+                buffer.extend(7u64.to_ne_bytes());
+                buffer.extend(off.to_ne_bytes());
+                buffer.extend((reclen as u16).to_ne_bytes());
+                buffer.push(libc::DT_REG);
+                buffer.extend(name.as_bytes());
+                buffer.resize(end, 0);
+            }
+            Ok(())
+        }
+
+        fn is_removed(self) -> bool {
+            false
+        }
+    }
+
+    const WIDE: u64 = 1 << 63;
+
+    /// Lists up to `most` entries from `offset` on.
+    fn list(dir: &mut DirState, nfs: &Nfs, offset: u64, most: usize) -> Result<(Vec<String>, u64)> {
+        let (mut names, mut position) = (Vec::new(), offset);
+        dir.seek(nfs, offset)?;
+        dir.list(nfs, &mut |_, dirent: Dirent, name: &CStr| {
+            let room = names.len() < most;
+            if room {
+                names.push(name.to_str().unwrap().to_owned());
+                position = dirent.off;
+            }
+            Ok(room)
+        })?;
+        dir.rest();
+        Ok((names, position))
+    }
+
+    #[test]
+    fn positions_beyond_those_of_lseek_are_found() {
+        // NFSv4 allows any number but 0, 1 and 2, in any order.
+        for positions in [
+            [WIDE, WIDE + 1, WIDE + 2, WIDE + 3, WIDE + 4, u64::MAX],
+            [3, WIDE | 9, 17, u64::MAX - 1, 5, WIDE],
+            [3, 4, 5, 6, 7, 8],
+        ] {
+            let nfs = Nfs::new(positions);
+            for most in 1..6 {
+                // In one go, no position is sought.
+                let mut dir = DirState::new(&Arc::default());
+                let (mut all, mut offset) = (Vec::new(), 0);
+                let before = nfs.seeks.get();
+                nfs.next.set(0);
+                loop {
+                    let (names, next) = list(&mut dir, &nfs, offset, most).unwrap();
+                    if names.is_empty() {
+                        break;
+                    }
+                    (offset, ()) = (next, all.extend(names));
+                }
+                assert_eq!(
+                    (&all[..], nfs.seeks.get()),
+                    (&[".", "..", "a", "b", "c", "d"].map(String::from)[..], before)
+                );
+                // With another descriptor for each request, as after a migration.
+                let (mut again, mut offset) = (Vec::new(), 0);
+                loop {
+                    nfs.next.set(0);
+                    let (names, next) = list(&mut DirState::new(&Arc::default()), &nfs, offset, most).unwrap();
+                    if names.is_empty() {
+                        break;
+                    }
+                    (offset, ()) = (next, again.extend(names));
+                }
+                assert_eq!((again, offset), (all, positions[5]));
+            }
+        }
+    }
+
+    #[test]
+    fn a_position_that_is_gone_is_an_error() {
+        let nfs = Nfs::new([WIDE, WIDE + 1, WIDE + 2, WIDE + 3, WIDE + 4, WIDE + 5]);
+        let mut dir = DirState::new(&Arc::<Listings>::default());
+        let (names, offset) = list(&mut dir, &nfs, 0, 3).unwrap();
+        assert_eq!((names.len(), offset), (3, WIDE + 2));
+        nfs.entries.borrow_mut().remove(2);
+        assert_eq!(list(&mut DirState::new(&Arc::default()), &nfs, offset, 9).err(), Some(Errno::INVAL));
+        assert_eq!(list(&mut dir, &nfs, 0, 9).unwrap().0.len(), 5);
     }
 }
