@@ -23,6 +23,9 @@ const NO_CAPS: CapabilitySets = CapabilitySets {
     inheritable: CapabilitySet::empty(),
 };
 
+/// Rights of who need not ask the host: to any directory, and to the names of others in a sticky one.
+const OVERRIDES: CapabilitySet = CapabilitySet::DAC_OVERRIDE.union(CapabilitySet::FOWNER);
+
 thread_local! {
     static READY: Cell<bool> = const { Cell::new(false) };
     static FSETID: Cell<bool> = const { Cell::new(false) };
@@ -106,8 +109,9 @@ impl Identity {
             set_euid(uid)?;
             me.uid = true;
             let caps = CAPS.get();
-            if trust && caps.permitted.contains(CapabilitySet::DAC_OVERRIDE) {
-                set_capabilities(None, CapabilitySets { effective: CapabilitySet::DAC_OVERRIDE, ..caps })?;
+            let effective = caps.permitted & OVERRIDES;
+            if trust && !effective.is_empty() {
+                set_capabilities(None, CapabilitySets { effective, ..caps })?;
             }
         }
         if umask_bits != 0 {

@@ -192,6 +192,20 @@ impl PassthroughFs {
         })
     }
 
+    /// Runs `make`, which makes a name in this directory. A mount that maps ids refuses that to users without an id
+    /// there, EOVERFLOW. The daemon's own user often has none. The guest does not say who asks, but has checked the
+    /// permission: the directory's owner does it.
+    fn naming(&self, dir: BorrowedFd, make: impl Fn() -> Result<()>) -> Result<()> {
+        match make() {
+            Err(Errno::OVERFLOW) => {
+                let st = stat(dir, c"")?;
+                let _identity = Identity::take(st.stx_uid, st.stx_gid, None, 0, true)?;
+                make()
+            }
+            done => done,
+        }
+    }
+
     /// The guest has moved a file to this place. It takes its leases along.
     fn follow(&self, sight: Sight, dir: BorrowedFd, name: &CStr, parent: u64) {
         if !sight.named {
@@ -275,8 +289,12 @@ impl Names for PassthroughFs {
                 let moves = self.watch().map(|_| (self.sight(old, dir), self.sight(new, newdir)));
                 self.inodes.pin(&self.places, dir, name, false);
                 self.inodes.pin(&self.places, newdir, newname, !flags.contains(RenameFlags::EXCHANGE));
-                let _identity = flags.contains(RenameFlags::WHITEOUT).then(|| self.act_trusted(by)).transpose()?;
-                renameat_with(dir, name, newdir, newname, flags)?;
+                if flags.contains(RenameFlags::WHITEOUT) {
+                    let _identity = self.act_trusted(by)?;
+                    renameat_with(dir, name, newdir, newname, flags)?;
+                } else {
+                    self.naming(newdir, || renameat_with(dir, name, newdir, newname, flags))?;
+                }
                 if let Some((from, to)) = moves {
                     self.follow(to, newdir, newname, new.id);
                     if flags.contains(RenameFlags::EXCHANGE) {
@@ -293,7 +311,8 @@ impl Names for PassthroughFs {
         let inode = self.inodes.get(node)?;
         self.within(newparent, newname, |parent, dir| {
             inode.with_fd(&self.places, |fd| {
-                linkat(CWD, FdPath::new(fd).as_cstr(), dir, newname, AtFlags::SYMLINK_FOLLOW)
+                let path = FdPath::new(fd);
+                self.naming(dir, || linkat(CWD, path.as_cstr(), dir, newname, AtFlags::SYMLINK_FOLLOW))
             })?;
             self.enter(parent, dir, newname, false, true)
         })
