@@ -26,13 +26,11 @@ use crate::fuse::ops::{Attrs, Result};
 const KILLS: SetattrValid =
     SetattrValid::FH.union(SetattrValid::LOCKOWNER).union(SetattrValid::KILL_SUIDGID).union(SetattrValid::CTIME);
 
-/// Clears a file's set-user-ID bit, and its set-group-ID bit if its group may execute it.
+/// Clears a file's set-user-ID and set-group-ID bits. A caller from the file's group keeps the latter if the group may
+/// not execute the file, but the request does not say who that is. Without that right the bit gives nobody anything.
 fn clear_set_id(fd: BorrowedFd) -> Result<()> {
     let mode = u32::from(stat(fd, c"")?.stx_mode);
-    let mut kept = mode & !libc::S_ISUID;
-    if mode & libc::S_IXGRP != 0 {
-        kept &= !libc::S_ISGID;
-    }
+    let kept = mode & !(libc::S_ISUID | libc::S_ISGID);
     if mode & libc::S_IFMT != libc::S_IFREG || kept == mode {
         return Ok(());
     }
