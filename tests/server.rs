@@ -192,6 +192,50 @@ fn hot_path(guest: &mut Guest) {
 }
 
 #[test]
+fn ioctls_have_the_sizes_that_they_say() {
+    let mut guest = Guest::new(Config::default());
+    std::fs::write(guest.dir.path().join("file"), b"x").unwrap();
+    let node = guest.lookup(b"file\0");
+    let out = guest.call(Opcode::Open, node, &[OpenIn { flags: 0, open_flags: 0 }.as_bytes()]).unwrap();
+    let fh = OpenOut::read_from_prefix(out).unwrap().0.fh;
+    let args = |cmd, in_size, out_size| IoctlIn { fh, cmd, in_size, out_size, ..Default::default() };
+    let mut call =
+        |args: IoctlIn, data: &[u8]| guest.call(Opcode::Ioctl, node, &[args.as_bytes(), data]).map(<[u8]>::len);
+    if call(args(FS_IOC_GETFLAGS, 0, 4), b"") == Err(libc::ENOTTY) {
+        return eprintln!("skipped: the file system has no flags");
+    }
+    let reply = size_of::<IoctlOut>();
+    for cmd in [FS_IOC_GETFLAGS, FS_IOC32_GETFLAGS] {
+        // Linux since 5.13, and what older ones take from the number. The reply is no longer than either.
+        for out_size in [4, 8, u32::MAX] {
+            assert_eq!(call(args(cmd, 0, out_size), b""), Ok(reply + 4));
+        }
+        assert_eq!(call(args(cmd, 0, 3), b""), Err(libc::EINVAL));
+    }
+    assert_eq!(call(args(FS_IOC_FSGETXATTR, 0, 28), b""), Ok(reply + 28));
+    assert_eq!(call(args(FS_IOC_FSGETXATTR, 0, 27), b""), Err(libc::EINVAL));
+    for cmd in [FS_IOC_SETFLAGS, FS_IOC32_SETFLAGS, FS_IOC_FSSETXATTR] {
+        let size = if cmd == FS_IOC_FSSETXATTR { 28 } else { 4 };
+        // Fewer bytes than the call needs, than it says, and than a kernel reads.
+        for (in_size, given) in [(0, 0), (3, 3), (size, size - 1), (size - 1, size), (u32::MAX, 0)] {
+            assert_eq!(call(args(cmd, in_size, 0), &vec![0; given as usize]), Err(libc::EINVAL), "{cmd:x} {in_size}");
+        }
+    }
+    // A flag that the guest may not set.
+    assert_eq!(call(args(FS_IOC_SETFLAGS, 8, 0), &[0, 0, 0, 4, 0, 0, 0, 0]), Err(libc::EOPNOTSUPP));
+    // Of CUSE, and all the rest: FIGETBSZ, FS_IOC_GETVERSION, FICLONE, FS_IOC_ENABLE_VERITY, FS_IOC_FIEMAP.
+    let cuse = IoctlIn { flags: IOCTL_UNRESTRICTED, ..args(FS_IOC_GETFLAGS, 0, 4) };
+    assert_eq!(call(cuse, b""), Err(libc::ENOTTY));
+    for cmd in [0, 2, 0x8008_7601, 0x4004_9409, 0x4080_6685, 0xc020_660b, u32::MAX] {
+        assert_eq!(call(args(cmd, 64, 4096), &[0; 64]), Err(libc::ENOTTY));
+    }
+    for len in 0..size_of::<IoctlIn>() {
+        let cut = args(FS_IOC_GETFLAGS, 0, 4);
+        assert_eq!(guest.call(Opcode::Ioctl, node, &[&cut.as_bytes()[..len]]).err(), Some(libc::EINVAL));
+    }
+}
+
+#[test]
 fn the_hot_path_allocates_nothing_once_warm() {
     for inode_file_handles in [thruway::fs::FileHandles::Never, thruway::fs::FileHandles::Prefer] {
         let mut guest = Guest::new(Config { inode_file_handles, ..Default::default() });

@@ -211,6 +211,24 @@ fn arguments(opcode: Opcode, input: &mut Input, known: &Known) -> Vec<Vec<u8>> {
             mode: input.u8().into(),
             padding: 0,
         })],
+        Ioctl => {
+            let commands = [
+                FS_IOC_GETFLAGS,
+                FS_IOC_SETFLAGS,
+                FS_IOC32_SETFLAGS,
+                FS_IOC_FSGETXATTR,
+                FS_IOC_FSSETXATTR,
+                FS_IOC32_GETFLAGS,
+            ];
+            let cmd = match input.u8() {
+                0xff => input.u32(),
+                n => commands[usize::from(n) % commands.len()],
+            };
+            let (fh, flags) = (known.handle(input), input.u8().into());
+            let (out_size, data) = (input.u8().into(), some(input));
+            let in_size = if input.u8() == 0 { input.u32() } else { data.len() as u32 };
+            vec![one(IoctlIn { fh, flags, cmd, arg: 0, in_size, out_size }), data]
+        }
         Lseek => vec![one(LseekIn {
             fh: known.handle(input),
             offset: input.number(),

@@ -193,6 +193,9 @@ pub struct Options {
     pub xattr: bool,
 
     /// Rename extended attributes between guest and host, for example :map::user.virtiofs.: (implies --xattr)
+    ///
+    /// With :map:trusted.:user.virtiofs.: overlayfs in the guest can have its upper directory on the share.
+    /// docs/attributes.md explains the rules.
     #[arg(long, value_name = "RULES")]
     pub xattrmap: Option<XattrMap>,
 

@@ -10,6 +10,7 @@ mod events;
 mod fd;
 mod file;
 mod file_handle;
+mod flags;
 mod handle;
 mod host;
 pub mod idmap;

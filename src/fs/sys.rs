@@ -10,6 +10,7 @@ use rustix::io::Errno;
 use rustix::thread::{Pid, UnshareFlags, unshare_unsafe};
 use serde::{Deserialize, Serialize};
 
+use crate::fuse::abi::{FS_IOC_FSGETXATTR, Fsxattr};
 use crate::fuse::buf::{IOV_MAX, IoRange};
 use crate::watch::FileId;
 
@@ -75,6 +76,14 @@ pub fn truncate(path: &CStr, size: u64) -> Result<()> {
     let size = i64::try_from(size).map_err(|_| Errno::FBIG)?;
     // SAFETY: `path` is a valid C string.
     check(unsafe { libc::truncate(path.as_ptr(), size) }.into()).map(drop)
+}
+
+/// FS_IOC_FSGETXATTR of ioctl(2).
+pub fn fsxattr(fd: BorrowedFd) -> Result<Fsxattr> {
+    let mut attr = Fsxattr::default();
+    // SAFETY: the request writes a struct fsxattr.
+    check(unsafe { libc::ioctl(fd.as_raw_fd(), FS_IOC_FSGETXATTR.into(), &raw mut attr) }.into())?;
+    Ok(attr)
 }
 
 /// What the kernel calls a file handle: it names a file on its mount.

@@ -17,7 +17,7 @@ use zerocopy::FromBytes;
 
 use super::idmap::IdMap;
 use super::xattrmap::XattrMap;
-use super::{Config, FileHandles, InitFlags, Offer, OwnedFd, PassthroughFs, proc_self_fd};
+use super::{CachePolicy, Config, FileHandles, InitFlags, NoOpen, Offer, OwnedFd, PassthroughFs, proc_self_fd};
 use crate::fuse::Reply;
 use crate::fuse::abi::*;
 use crate::fuse::buf::IoVecs;
@@ -27,6 +27,7 @@ use crate::window::proxy::{Event, Kind, Opened};
 use crate::window::{Frontend, Mapping, ProxyFiles, RANGE, Window};
 
 mod contents;
+mod flags;
 pub(super) mod lease;
 
 pub(super) struct Share {

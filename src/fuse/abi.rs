@@ -191,6 +191,20 @@ pub const FSYNC_FDATASYNC: u32 = 1 << 0;
 pub const RELEASE_FLOCK_UNLOCK: u32 = 1 << 1;
 /// SETLK: an flock(2) lock.
 pub const LK_FLOCK: u32 = 1 << 0;
+/// IOCTL: the server says where the program's data is. Only a character device (CUSE) sends it.
+pub const IOCTL_UNRESTRICTED: u32 = 1 << 1;
+/// IOCTL: reads a file's flags (FS_*_FL of include/uapi/linux/fs.h), an integer of 32 bits. The number says `long`.
+pub const FS_IOC_GETFLAGS: u32 = 0x8008_6601;
+/// IOCTL: sets them.
+pub const FS_IOC_SETFLAGS: u32 = 0x4008_6602;
+/// [`FS_IOC_GETFLAGS`] as a 32-bit kernel sends it.
+pub const FS_IOC32_GETFLAGS: u32 = 0x8004_6601;
+/// [`FS_IOC_SETFLAGS`] as a 32-bit kernel sends it.
+pub const FS_IOC32_SETFLAGS: u32 = 0x4004_6602;
+/// IOCTL: reads a file's [`Fsxattr`].
+pub const FS_IOC_FSGETXATTR: u32 = 0x801c_581f;
+/// IOCTL: sets it.
+pub const FS_IOC_FSSETXATTR: u32 = 0x401c_5820;
 /// Notification code, in place of a reply's error: forget cached pages of a node.
 pub const NOTIFY_INVAL_INODE: i32 = 2;
 /// Notification code: forget a name in a directory.
@@ -549,6 +563,34 @@ wire! {
         mode: u32,
         padding: u32,
     }
+    struct IoctlIn {
+        fh: u64,
+        /// FUSE_IOCTL_*.
+        flags: u32,
+        cmd: u32,
+        /// The address that the program gave. It means nothing here.
+        arg: u64,
+        in_size: u32,
+        out_size: u32,
+    }
+    struct IoctlOut {
+        result: i32,
+        flags: u32,
+        in_iovs: u32,
+        out_iovs: u32,
+    }
+    /// struct fsxattr of include/uapi/linux/fs.h.
+    struct Fsxattr {
+        /// FS_XFLAG_*.
+        xflags: u32,
+        /// Bytes.
+        extsize: u32,
+        nextents: u32,
+        projid: u32,
+        /// Bytes.
+        cowextsize: u32,
+        pad: [u8; 8],
+    }
     struct LseekIn {
         fh: u64,
         offset: u64,
@@ -624,4 +666,7 @@ const _: () = {
     assert!(size_of::<InitOut>() == 64);
     assert!(size_of::<LkIn>() == 48);
     assert!(size_of::<StatfsOut>() == 80);
+    assert!(size_of::<IoctlIn>() == 32);
+    assert!(size_of::<IoctlOut>() == 16);
+    assert!(size_of::<Fsxattr>() == 28);
 };

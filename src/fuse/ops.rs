@@ -200,6 +200,25 @@ pub trait Xattrs {
     fn removexattr(&self, node: u64, name: &CStr) -> Result<()>;
 }
 
+/// What chattr(1) and project quotas go by. `fh`: an open file or directory of this node.
+///
+/// # Errors
+/// EAGAIN if the thread would have to wait for the holder of a lease and is not `patient`; ENOTTY if the host's file
+/// system has no such thing.
+pub trait Flags {
+    /// FS_IOC_GETFLAGS: FS_*_FL of include/uapi/linux/fs.h.
+    fn flags(&self, node: u64, fh: u64, patient: bool) -> Result<u32>;
+    /// FS_IOC_SETFLAGS. `uid`: who asks, or [`u32::MAX`] if the guest has checked that.
+    ///
+    /// # Errors
+    /// EPERM if it would change what the guest may not change, EOPNOTSUPP for flags that it cannot have here.
+    fn set_flags(&self, node: u64, fh: u64, uid: u32, flags: u32, patient: bool) -> Result<()>;
+    /// FS_IOC_FSGETXATTR.
+    fn fsxattr(&self, node: u64, fh: u64, patient: bool) -> Result<Fsxattr>;
+    /// FS_IOC_FSSETXATTR. Otherwise as [`set_flags`](Self::set_flags).
+    fn set_fsxattr(&self, node: u64, fh: u64, uid: u32, to: &Fsxattr, patient: bool) -> Result<()>;
+}
+
 /// Locks.
 pub trait Locks {
     /// fcntl(2) with F_GETLK.
@@ -239,6 +258,6 @@ pub trait Mappings {
 }
 
 /// All the traits above.
-pub trait FileSystem: Control + Attrs + Names + Files + Dirs + Xattrs + Locks + Mappings {}
+pub trait FileSystem: Control + Attrs + Names + Files + Dirs + Xattrs + Flags + Locks + Mappings {}
 
-impl<T: Control + Attrs + Names + Files + Dirs + Xattrs + Locks + Mappings> FileSystem for T {}
+impl<T: Control + Attrs + Names + Files + Dirs + Xattrs + Flags + Locks + Mappings> FileSystem for T {}

@@ -13,6 +13,7 @@ use seccompiler::{
 };
 
 use super::Error;
+use crate::fuse::abi;
 
 /// What happens at a system call that is not on the list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -97,6 +98,10 @@ const CONDITIONAL: &[Condition] = &[
     (SYS_ioctl, 1, ANY, FIOCLEX),
     // Whether a file on XFS shares its blocks.
     (SYS_ioctl, 1, ANY, crate::window::FIEMAP),
+    // What lsattr and chattr do. A project id cannot be set.
+    (SYS_ioctl, 1, ANY, abi::FS_IOC_GETFLAGS as u64),
+    (SYS_ioctl, 1, ANY, abi::FS_IOC_SETFLAGS as u64),
+    (SYS_ioctl, 1, ANY, abi::FS_IOC_FSGETXATTR as u64),
 ];
 
 /// The mask of a condition in which all 32 bits of the argument count.

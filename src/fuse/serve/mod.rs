@@ -4,6 +4,7 @@ mod data;
 mod names;
 
 use rustix::io::Errno;
+use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use super::Server;
 use super::abi::*;
@@ -156,9 +157,11 @@ impl<F: FileSystem> Server<F> {
                 Ok(())
             }
 
-            // Once the kernel has seen ENOSYS it serves POLL (always ready) and BMAP (EINVAL) itself. An IOCTL fails
-            // with ENOTTY, and the kernel sends the next one too. The device does not ask for NOTIFY_REPLY.
-            Opcode::Poll | Opcode::Bmap | Opcode::Ioctl | Opcode::NotifyReply | Opcode::Init => Err(Errno::NOSYS),
+            Opcode::Ioctl => self.ioctl(request, reply),
+
+            // Once the kernel has seen ENOSYS it serves POLL (always ready) and BMAP (EINVAL) itself. The device does
+            // not ask for NOTIFY_REPLY.
+            Opcode::Poll | Opcode::Bmap | Opcode::NotifyReply | Opcode::Init => Err(Errno::NOSYS),
         }
     }
 
@@ -184,6 +187,31 @@ impl<F: FileSystem> Server<F> {
         self.serve_where(wait, reply, move |fs, reply| reply.put(&fs.setattr(node, &args)?))
     }
 
+    /// The four calls of ioctl(2) that tell and change a file's flags. Linux from 5.13 on sends them for chattr(1) and
+    /// the like, with exact sizes; older ones send what a program asked for, with the sizes of the numbers.
+    fn ioctl(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {
+        let args: IoctlIn = request.take()?;
+        if args.flags & IOCTL_UNRESTRICTED != 0 {
+            return Err(Errno::NOTTY);
+        }
+        let (node, fh, uid) = (request.header.nodeid, args.fh, request.header.uid);
+        match args.cmd {
+            FS_IOC_GETFLAGS | FS_IOC32_GETFLAGS => {
+                answer_ioctl(self, &args, reply, move |fs, patient| fs.flags(node, fh, patient))
+            }
+            FS_IOC_FSGETXATTR => answer_ioctl(self, &args, reply, move |fs, patient| fs.fsxattr(node, fh, patient)),
+            FS_IOC_SETFLAGS | FS_IOC32_SETFLAGS => {
+                let flags = ioctl_data(&args, request)?;
+                answer_ioctl(self, &args, reply, move |fs, patient| fs.set_flags(node, fh, uid, flags, patient))
+            }
+            FS_IOC_FSSETXATTR => {
+                let to: Fsxattr = ioctl_data(&args, request)?;
+                answer_ioctl(self, &args, reply, move |fs, patient| fs.set_fsxattr(node, fh, uid, &to, patient))
+            }
+            _ => Err(Errno::NOTTY),
+        }
+    }
+
     fn setxattr(&self, request: &mut Request) -> Result<()> {
         let (size, flags, ext) = if self.has(InitFlags::SETXATTR_EXT) {
             let args: SetxattrIn = request.take()?;
@@ -195,6 +223,36 @@ impl<F: FileSystem> Server<F> {
         let name = request.name()?;
         let value = request.bytes(size as usize)?;
         self.fs.setxattr(request.header.nodeid, name, value, flags, ext & SETXATTR_ACL_KILL_SGID != 0)
+    }
+}
+
+/// What a program gave to an ioctl(2).
+///
+/// # Errors
+/// EINVAL if it is too short.
+fn ioctl_data<T: FromBytes>(args: &IoctlIn, request: &mut Request) -> Result<T> {
+    if (args.in_size as usize) < size_of::<T>() { Err(Errno::INVAL) } else { request.take() }
+}
+
+/// Answers an ioctl(2) with what `serve` returns. It gets whether the thread may wait.
+///
+/// # Errors
+/// EINVAL if the guest has too little room for that.
+fn answer_ioctl<F: FileSystem, T: IntoBytes + Immutable>(
+    server: &Server<F>,
+    args: &IoctlIn,
+    reply: &mut Reply,
+    serve: impl Fn(&F, bool) -> Result<T> + Send + 'static,
+) -> Result<()> {
+    if (args.out_size as usize) < size_of::<T>() {
+        return Err(Errno::INVAL);
+    }
+    let answer = |reply: &mut Reply, result: T| reply.put(&IoctlOut::default()).and_then(|()| reply.put(&result));
+    match serve(&server.fs, false) {
+        Err(Errno::AGAIN) => {
+            server.serve_where(Some(Wait::Others), reply, move |fs, reply| answer(reply, serve(fs, true)?))
+        }
+        result => answer(reply, result?),
     }
 }
 
@@ -221,6 +279,7 @@ const fn sees_times(opcode: Opcode) -> bool {
             | Opcode::CopyFileRange64
             | Opcode::Setxattr
             | Opcode::Removexattr
+            | Opcode::Ioctl
             | Opcode::Setupmapping
     )
 }
