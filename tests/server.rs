@@ -470,7 +470,7 @@ fn an_old_or_foreign_guest_is_refused() {
 #[test]
 fn unknown_requests_are_answered() {
     let mut guest = Guest::new(Config::default());
-    for opcode in [Opcode::Poll, Opcode::Ioctl, Opcode::Bmap, Opcode::Setupmapping, Opcode::Removemapping] {
+    for opcode in [Opcode::Poll, Opcode::Bmap, Opcode::Setupmapping, Opcode::Removemapping] {
         assert_eq!(guest.call(opcode, 1, &[&[0; 64]]), Err(libc::ENOSYS), "{opcode:?}");
     }
     assert_eq!(guest.call(Opcode::Getattr, 99, &[GetattrIn::default().as_bytes()]), Err(libc::ESTALE));

@@ -242,6 +242,23 @@ fn the_tag_is_in_config_space() {
     assert!(daemon.connect(Options::default()).config(0, 40).is_err());
 }
 
+/// QEMU's num-request-queues is 1 by default, and cloud-hypervisor's num_queues too. The daemon offers more.
+#[test]
+fn a_frontend_may_use_fewer_queues_than_there_are() {
+    for tag in [None, Some("share")] {
+        for used in [1, 2, 5] {
+            let daemon = Daemon::start(device::MAX_REQUEST_QUEUES, false, tag);
+            let mut frontend = daemon.connect(Options { queues: used, ..Options::default() });
+            (0..used).for_each(|queue| echo(&frontend, queue));
+            if tag.is_some() {
+                let config = frontend.config(36, 4).unwrap();
+                assert_eq!(config, u32::from(device::MAX_REQUEST_QUEUES).to_le_bytes());
+            }
+            (0..used).for_each(|queue| echo(&frontend, queue));
+        }
+    }
+}
+
 #[test]
 fn the_daemon_ends_with_its_frontend() {
     let (mut daemon, frontend) = pair(Options::default());

@@ -238,6 +238,25 @@ impl Xattrs for Anything {
     }
 }
 
+impl Flags for Anything {
+    fn flags(&self, node: u64, _fh: u64, patient: bool) -> Result<u32> {
+        if !patient && node & 1 == 0 {
+            return Err(Errno::AGAIN);
+        }
+        ask(node).map(|()| 7)
+    }
+    fn set_flags(&self, node: u64, _fh: u64, _uid: u32, _flags: u32, _patient: bool) -> Result<()> {
+        ask(node)
+    }
+    fn fsxattr(&self, node: u64, _fh: u64, _patient: bool) -> Result<Fsxattr> {
+        ask(node).map(|()| Fsxattr::default())
+    }
+    fn set_fsxattr(&self, node: u64, _fh: u64, _uid: u32, to: &Fsxattr, _patient: bool) -> Result<()> {
+        look(to.as_bytes());
+        ask(node)
+    }
+}
+
 impl Locks for Anything {
     fn getlk(&self, node: u64, lk: &LkIn) -> Result<LkOut> {
         ask(node).map(|()| LkOut { lk: lk.lk })

@@ -36,8 +36,8 @@ const SAME: [(u32, IFlags); 6] = [
     (0x200, IFlags::from_bits_retain(PROJINHERIT)),
 ];
 
-/// What no program sets: FS_XFLAG_PREALLOC, _VERITY, _CASEFOLD, _CASENONPRESERVING and _HASATTR. Linux leaves it out when
-/// it sends the others.
+/// What no program sets: FS_XFLAG_PREALLOC, _VERITY, _CASEFOLD, _CASENONPRESERVING and _HASATTR. Linux leaves it out
+/// when it sends the others.
 const TOLD: u32 = 0x2 | 0x2_0000 | 0x4_0000 | 0x8_0000 | 0x8000_0000;
 
 /// Whether the guest may change these flags.

@@ -20,6 +20,10 @@ from check import *
 NOREPLACE, EXCHANGE, WHITEOUT = 1, 2, 4
 FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE, FALLOC_ZERO_RANGE = 1, 2, 16
 USER, GROUP, OTHER_GROUP = 1000, 1000, 1234
+# ioctl(2)'s requests for a file's flags and project id, and some of the flags: include/uapi/linux/fs.h.
+GETFLAGS, SETFLAGS, FSGETXATTR, FSSETXATTR = 0x80086601, 0x40086602, 0x801C581F, 0x401C5820
+SYNC_FL, IMMUTABLE_FL, APPEND_FL, NODUMP_FL, NOATIME_FL, DIRSYNC_FL = 0x8, 0x10, 0x20, 0x40, 0x80, 0x10000
+PROJINHERIT_FL, NOCOW_FL, DAX_FL = 0x20000000, 0x800000, 0x2000000
 
 
 @test
@@ -429,6 +433,23 @@ def test_special_files(d):
     client.connect(f"{d}/socket")
     client.send(b"hello")
     equal(server.accept()[0].recv(10), b"hello")
+    refused(ENXIO, os.open, f"{d}/socket", os.O_RDWR)
+    # Their names move and go as those of files do.
+    os.rename(f"{d}/socket", f"{d}/moved")
+    os.link(f"{d}/moved", f"{d}/socket")
+    os.unlink(f"{d}/moved")
+    client = socket.socket(socket.AF_UNIX)
+    client.connect(f"{d}/socket")
+    datagrams = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    datagrams.bind(f"{d}/datagrams")
+    socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b"one", f"{d}/datagrams")
+    equal(datagrams.recv(10), b"one")
+    os.unlink(f"{d}/datagrams")
+    refused(ENXIO, os.open, f"{d}/fifo", os.O_WRONLY | os.O_NONBLOCK)
+    os.chmod(f"{d}/fifo", 0o640)
+    os.chown(f"{d}/fifo", USER, GROUP)
+    got = os.stat(f"{d}/fifo")
+    equal((oct(got.st_mode), got.st_uid, got.st_size), (oct(stat.S_IFIFO | 0o640), USER, 0))
     os.mknod(f"{d}/null", stat.S_IFCHR | 0o666, os.makedev(1, 3))
     write(f"{d}/null", b"gone", flags=os.O_WRONLY)
     equal(read(f"{d}/null"), b"")
@@ -555,6 +576,20 @@ def test_setuid_cleared(d):
         make(name)
         as_user(USER, GROUP, [], action, name)
         equal((name, oct(mode(name))), (name, oct(0o777)))
+    # The file's group may not execute it. Its members keep the bit; others do not.
+    for mode_before, left in ((0o2666, 0o666), (0o6746, 0o746)):
+        make("fallocate")
+        os.chmod(f"{d}/fallocate", mode_before)
+
+        def allocate(name):
+            fd = os.open(f"{d}/{name}", os.O_WRONLY)
+            os.posix_fallocate(fd, 0, 5000)
+
+        as_user(USER, GROUP, [], allocate, "fallocate")
+        equal(oct(mode("fallocate")), oct(left))
+        os.chmod(f"{d}/fallocate", mode_before)
+        allocate("fallocate")
+        equal(oct(mode("fallocate")), oct(mode_before))
     make("chown")
     os.chown(f"{d}/chown", 1, 1)
     equal(oct(mode("chown")), oct(0o777))
@@ -754,11 +789,84 @@ def test_poll_and_ioctl(d):
     poller.register(fd, select.POLLIN | select.POLLOUT)
     equal(poller.poll(1000), [(fd, select.POLLIN | select.POLLOUT)])
     equal(struct.unpack("i", fcntl.ioctl(fd, 0x541B, b"\0" * 4))[0], 1)
-    try:
-        fcntl.ioctl(fd, 0x80086601, b"\0" * 8)
-    except OSError as error:
-        assert error.errno in (ENOTTY, ENOSYS, EOPNOTSUPP), error
-    refused(ENOTTY, fcntl.ioctl, fd, 0x12345678, b"\0" * 8)
+    # Some that the host's file system would serve: a file's version, its encryption, its place on the disk.
+    for request in (0x12345678, 0x80087601, 0x400C6615, 0xC0105887):
+        refused(ENOTTY, fcntl.ioctl, fd, request, b"\0" * 64)
+
+
+@test
+def test_file_flags(d):
+    """lsattr, chattr, and what they call."""
+
+    def flags(path, change=0):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            now = struct.unpack("Q", fcntl.ioctl(fd, GETFLAGS, b"\0" * 8))[0]
+            if change:
+                fcntl.ioctl(fd, SETFLAGS, struct.pack("Q", now ^ change))
+            return now
+        finally:
+            os.close(fd)
+
+    def attributes(path, **change):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            fields = dict(zip(("xflags", "extsize", "nextents", "projid"), struct.unpack("4I12x", fcntl.ioctl(fd, FSGETXATTR, b"\0" * 28))))
+            if change:
+                fcntl.ioctl(fd, FSSETXATTR, struct.pack("4I12x", *(fields | change).values()))
+            return fields
+        finally:
+            os.close(fd)
+
+    def chattr(change, path):
+        done = subprocess.run(["chattr", change, path], capture_output=True, text=True)
+        if done.returncode:
+            raise OSError(EPERM if "not permitted" in done.stderr else EOPNOTSUPP, done.stderr)
+
+    def shown(path, *options):
+        return subprocess.run(["lsattr", "-d", *options, path], capture_output=True, check=True, text=True).stdout.split()
+
+    file, directory = f"{d}/f", f"{d}/d"
+    write(file, b"x")
+    os.chown(file, USER, GROUP)
+    os.mkdir(directory)
+    first = {path: flags(path) for path in (file, directory)}
+    for path in first:
+        for letter, flag in (("d", NODUMP_FL), ("A", NOATIME_FL)):
+            chattr(f"+{letter}", path)
+            assert letter in shown(path)[0]
+            equal(flags(path), first[path] | flag)
+            chattr(f"-{letter}", path)
+            assert letter not in shown(path)[0]
+        equal(flags(path), first[path])
+        for letter in "iaP":
+            refused(EPERM, chattr, f"+{letter}", path)
+        for flag in (IMMUTABLE_FL, APPEND_FL, PROJINHERIT_FL):
+            refused(EPERM, flags, path, flag)
+        for flag in (NOCOW_FL, DAX_FL):
+            refused(EOPNOTSUPP, flags, path, flag)
+        equal(flags(path), first[path])
+        attributes(path, xflags=attributes(path)["xflags"] | 0x80)
+        equal((flags(path), attributes(path)["xflags"] & 0x80), (first[path] | NODUMP_FL, 0x80))
+        equal(shown(path, "-p")[0], str(attributes(path)["projid"]))
+        refused(EPERM, attributes, path, projid=attributes(path)["projid"] + 7)
+        flags(path, NODUMP_FL)
+    chattr("+D", directory)
+    equal(flags(directory), first[directory] | DIRSYNC_FL)
+    # By a descriptor of a file without a name too.
+    fd = os.open(file, os.O_RDWR)
+    os.unlink(file)
+    fcntl.ioctl(fd, SETFLAGS, struct.pack("Q", first[file] | NOATIME_FL))
+    equal(struct.unpack("Q", fcntl.ioctl(fd, GETFLAGS, b"\0" * 8))[0], first[file] | NOATIME_FL)
+    os.close(fd)
+    write(file, b"x")
+    os.chown(file, USER, GROUP)
+    as_user(USER, GROUP, [], flags, file, NODUMP_FL)
+    equal(flags(file), first[file] | NODUMP_FL)
+    as_user(USER + 1, GROUP, [], lambda: refused(EPERM, flags, file, NODUMP_FL))
+    os.mkfifo(f"{d}/fifo")
+    fd = os.open(f"{d}/fifo", os.O_RDWR)
+    refused(ENOTTY, fcntl.ioctl, fd, GETFLAGS, b"\0" * 8)
 
 
 @test
@@ -792,6 +900,18 @@ def test_idmapped_mount(d):
         os.chmod(f"{d}/in", 0o777)
         as_user(101000, 101000, [], lambda: write("/tmp/mapped/new", b"", 0o600))
         equal((os.stat("/tmp/mapped/new").st_uid, os.stat(f"{d}/in/new").st_uid), (101000, 1000))
+
+        def unnamed():
+            fd = os.open("/tmp/mapped", os.O_TMPFILE | os.O_RDWR, 0o600)
+            equal(os.fstat(fd).st_uid, 101000)
+            os.write(fd, b"unnamed")
+            named = os.fsencode("/tmp/mapped/named")
+            call("linkat", AT_FDCWD, b"/proc/self/fd/%d" % fd, AT_FDCWD, named, 0x400)
+
+        as_user(101000, 101000, [], unnamed)
+        equal((os.stat(f"{d}/in/named").st_uid, read(f"{d}/in/named")), (1000, b"unnamed"))
+        # Who has no id there owns nothing there: as on any other file system.
+        as_user(1000, 1000, [], lambda: refused(EOVERFLOW, os.open, "/tmp/mapped", os.O_TMPFILE | os.O_RDWR, 0o600))
     finally:
         subprocess.run(["umount", "/tmp/mapped"], check=True)
 

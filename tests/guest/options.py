@@ -2,6 +2,8 @@
 """Shares whose daemons have special options, prepared by the host: options.py DIRECTORY, which holds the shares."""
 
 import os
+import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -60,6 +62,100 @@ def test_xattrmap(_):
 
 
 @test
+def test_overlay(_):
+    """The upper and the work directory of an overlay are on a share, whose daemon has the usual capabilities."""
+    s = share("overlay")
+    lower, upper, merged = "/tmp/lower", f"{s}/upper", "/tmp/merged"
+    for path in (lower, upper, merged, f"{s}/work"):
+        os.mkdir(path)
+    for name in ("removed", "replaced", "appended", "moved", "d/in", "e/in", "tree/deep/file"):
+        os.makedirs(os.path.dirname(f"{lower}/{name}"), exist_ok=True)
+        write(f"{lower}/{name}", b"lower", 0o640)
+    os.symlink("appended", f"{lower}/link")
+    os.mkfifo(f"{lower}/fifo")
+    os.link(f"{lower}/moved", f"{lower}/hard")
+    os.setxattr(f"{lower}/appended", "trusted.mine", b"kept")
+
+    def mount():
+        options = f"lowerdir={lower},upperdir={upper},workdir={s}/work,redirect_dir=on,metacopy=on,index=on"
+        done = subprocess.run(["mount", "-t", "overlay", "-o", options, "overlay", merged], capture_output=True, text=True)
+        if "unknown filesystem type" in done.stderr:
+            raise Skip("this kernel has no overlayfs")
+        equal((done.returncode, done.stderr), (0, ""))
+
+    def look():
+        names = ["appended", "d", "e", "fifo", "hard", "link", "moved-too", "new", "replaced", "tree2"]
+        equal(sorted(os.listdir(merged)), names)
+        equal(read(f"{merged}/appended"), b"lower and upper")
+        equal(os.getxattr(f"{merged}/appended", "trusted.mine"), b"kept")
+        equal((read(f"{merged}/replaced"), os.listdir(f"{merged}/d")), (b"new", ["other"]))
+        equal((read(f"{merged}/moved-too"), os.stat(f"{merged}/hard").st_mode & 0o777), (b"lower", 0o604))
+        equal((read(f"{merged}/tree2/deep/file"), os.listdir(f"{merged}/e")), (b"lower", []))
+        equal((os.lstat(f"{merged}/link").st_uid, os.stat(f"{merged}/fifo").st_uid), (1000, 1000))
+
+    mount()
+    os.unlink(f"{merged}/removed")
+    os.unlink(f"{merged}/replaced")
+    write(f"{merged}/replaced", b"new")
+    write(f"{merged}/appended", b" and upper", flags=os.O_WRONLY | os.O_APPEND)
+    os.rename(f"{merged}/moved", f"{merged}/moved-too")
+    os.chmod(f"{merged}/hard", 0o604)
+    os.unlink(f"{merged}/d/in")
+    os.rmdir(f"{merged}/d")
+    os.mkdir(f"{merged}/d")
+    write(f"{merged}/d/other", b"")
+    os.unlink(f"{merged}/e/in")
+    os.rename(f"{merged}/tree", f"{merged}/tree2")
+    os.lchown(f"{merged}/link", 1000, 1000)
+    os.chown(f"{merged}/fifo", 1000, 1000)
+    write(f"{merged}/new", b"")
+    look()
+    subprocess.run(["umount", merged], check=True)
+    for whiteout in ("removed", "moved", "tree", "e/in"):
+        left = os.lstat(f"{upper}/{whiteout}")
+        equal((whiteout, stat.S_ISCHR(left.st_mode), left.st_rdev), (whiteout, True, 0))
+    equal(os.getxattr(f"{upper}/d", "trusted.overlay.opaque"), b"y")
+    equal(os.getxattr(f"{upper}/tree2", "trusted.overlay.redirect"), b"tree")
+    refused(ENODATA, os.getxattr, f"{upper}/appended", "user.virtiofs.trusted.mine")
+    mount()
+    look()
+    subprocess.run(["umount", merged], check=True)
+    log = subprocess.run(["dmesg"], capture_output=True, text=True).stdout
+    # It says what the upper directory's file system cannot do.
+    equal([line for line in log.splitlines() if "overlayfs:" in line and "upper" in line], [])
+    shutil.rmtree(f"{s}/work")
+
+
+@test
+def test_a_mount_that_maps_ids(_):
+    """The host maps ids, and the daemon's own user has none there."""
+    s = share("idmapped")
+    equal((os.stat(s).st_uid, os.stat(f"{s}/hosts").st_uid), (0, 0))
+    os.chmod(s, 0o1777)
+
+    def change(name):
+        os.mkdir(f"{s}/{name}")
+        write(f"{s}/{name}/a", b"a")
+        os.rename(f"{s}/{name}/a", f"{s}/{name}/b")
+        os.link(f"{s}/{name}/b", f"{s}/{name}/c")
+        os.symlink("c", f"{s}/{name}/d")
+        os.rename(f"{s}/{name}/d", f"{s}/{name}-e")
+        renameat2(f"{s}/{name}/b", f"{s}/{name}-e", 2)
+        fd = os.open(s, os.O_TMPFILE | os.O_RDWR, 0o600)
+        os.write(fd, b"unnamed")
+        call("linkat", AT_FDCWD, b"/proc/self/fd/%d" % fd, AT_FDCWD, os.fsencode(f"{s}/{name}-named"), 0x400)
+        equal(read(f"{s}/{name}-named"), b"unnamed")
+        equal((os.stat(f"{s}/{name}-named").st_uid, os.stat(f"{s}/{name}-e").st_nlink), (os.getuid(), 2))
+        os.unlink(f"{s}/{name}/b")
+
+    change("root")
+    as_user(1000, 1000, [], change, "user")
+    as_user(1001, 1001, [], lambda: refused(EPERM, os.rename, f"{s}/user-e", f"{s}/other"))
+    as_user(1001, 1001, [], write, f"{s}/mine", b"")
+    as_user(1001, 1001, [], lambda: refused(EACCES, os.rename, f"{s}/mine", f"{s}/root/mine"))
+
+
+@test
 def test_no_xattrs(_):
     s = share("readdir")
     refused(EOPNOTSUPP, os.setxattr, f"{s}/file", "user.x", b"")
@@ -86,10 +182,31 @@ def test_submounts(_):
     equal(read(f"{s}/mounted/file"), b"in the submount\n")
     ours, theirs = os.stat(s), os.stat(f"{s}/mounted")
     assert ours.st_dev != theirs.st_dev, "the submount is not announced"
+    for tag in ("submounts", "onefs"):
+        # Each directory has its own: that of its file system or, on the host, of its project.
+        equal(os.statvfs(f"{share(tag)}/mounted").f_blocks * os.statvfs(f"{share(tag)}/mounted").f_frsize, 8 << 20)
+        assert os.statvfs(share(tag)).f_blocks * os.statvfs(share(tag)).f_frsize > 8 << 20
     write(f"{s}/mounted/guests", b"x")
     refused(EXDEV, os.rename, f"{s}/mounted/guests", f"{s}/guests")
     equal(os.stat(f"{s}/mounted/..").st_ino, ours.st_ino)
     assert f"{s}/mounted" in open("/proc/self/mountinfo").read()
+
+
+@test
+def test_special_files_of_the_host(_):
+    """They are the guest's own here: the host's server and the host's reader hear nothing."""
+    s = share("submounts")
+    assert stat.S_ISSOCK(os.stat(f"{s}/socket").st_mode) and stat.S_ISFIFO(os.stat(f"{s}/fifo").st_mode)
+    kinds = {entry.name: stat.S_IFMT(entry.stat(follow_symlinks=False).st_mode) for entry in os.scandir(s)}
+    equal((kinds["socket"], kinds["fifo"]), (stat.S_IFSOCK, stat.S_IFIFO))
+    refused(ECONNREFUSED, socket.socket(socket.AF_UNIX).connect, f"{s}/socket")
+    refused(ENXIO, os.open, f"{s}/socket", os.O_RDONLY)
+    refused(ENXIO, os.open, f"{s}/fifo", os.O_WRONLY | os.O_NONBLOCK)
+    fd = os.open(f"{s}/fifo", os.O_RDWR)
+    os.write(fd, b"to myself")
+    equal(os.read(fd, 20), b"to myself")
+    os.rename(f"{s}/socket", f"{s}/moved")
+    os.unlink(f"{s}/moved")
 
 
 @test

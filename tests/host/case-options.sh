@@ -15,7 +15,7 @@ option_share() {
 
 # fill_shares: the contents of each share before its daemon starts.
 fill_shares() {
-    mkdir -p "$work"/shares/{readonly,xattrmap,translate,submounts,onefs,readdir,user,user-none,user-mapped,legacy}
+    mkdir -p "$work"/shares/{readonly,xattrmap,overlay,translate,submounts,onefs,readdir,user,user-none,user-mapped,legacy,mapped-ids,idmapped}
     cd "$work/shares" || return
     echo 'a secret of the host' >secret
     mkdir readonly/dir readdir/many submounts/mounted onefs/mounted
@@ -26,7 +26,7 @@ fill_shares() {
     chown 100042:200043 translate/hosts
     chown 100000:200000 translate
     seq 3000 | sed 's/^/readdir\/many\//' | xargs touch
-    mount -t tmpfs tmpfs submounts/mounted
+    mount -t tmpfs -o size=8M tmpfs submounts/mounted
     mount --bind submounts/mounted onefs/mounted
     echo 'in the submount' >submounts/mounted/file
     ln -s "$work/shares/secret" submounts/absolute
@@ -34,6 +34,11 @@ fill_shares() {
     ln -s mounted/../../secret submounts/through-dots
     ln -s .. submounts/outside
     chown -R "$user:$user" user user-none user-mapped
+    mkfifo submounts/fifo
+    perl -MSocket -e 'socket(S, PF_UNIX, SOCK_STREAM, 0) && bind(S, sockaddr_un("submounts/socket")) or die "$!\n"'
+    # The tree's mount(8): that of Debian 12 cannot do it.
+    touch mapped-ids/hosts
+    from_tree mount --bind -o X-mount.idmap=b:0:100000:65536 "$PWD/mapped-ids" "$PWD/idmapped"
 }
 
 options_case() {
@@ -42,6 +47,9 @@ options_case() {
 
     option_share readonly --readonly --xattr
     option_share xattrmap --xattrmap=:map::user.virtiofs.:
+    # As docs/attributes.md says.
+    option_share overlay --xattrmap=:map:trusted.:user.virtiofs.:
+    option_share idmapped --translate-uid map:0:100000:65536 --translate-gid map:0:100000:65536
     option_share translate --translate-uid map:0:100000:65536 --translate-gid map:0:200000:65536 \
         --translate-uid forbid-guest:65536:10000
     option_share submounts
@@ -64,6 +72,8 @@ options_case() {
     logs_are_clean "$work/daemons.logs"
     [[ $(from_tree getfattr --only-values -n user.virtiofs.trusted.b "$work/shares/xattrmap/mapped" 2>/dev/null) == 2 ]] ||
         fail "the mapped attribute is not on the host"
+    owner_is mapped-ids/root-named 0:0
+    owner_is mapped-ids/user-named 1000:1000
     owner_is translate/guests 101000:201001
     owner_is translate/created 101002:201002
     owner_is user/a/b/moved "$user:$user"
