@@ -568,6 +568,9 @@ fn the_process_can_do_little() {
         assert_ne!(of(&pid.to_string()), of("self"), "{namespace}");
     }
     assert!(!Path::new(&format!("/proc/{pid}/root/bin")).exists());
+    // A copy of a mount would keep a disk busy that the host unmounts.
+    let mounts = fs::read_to_string(format!("/proc/{pid}/mountinfo")).unwrap();
+    assert_eq!(mounts.lines().count(), 1, "{mounts}");
     let ours = rustix::fs::fstat(&dir).unwrap().st_ino.to_string();
     for entry in fs::read_dir(format!("/proc/{pid}/fdinfo")).unwrap() {
         assert!(!fs::read_to_string(entry.unwrap().path()).unwrap().contains(&format!("ino:\t{ours}\n")));

@@ -19,6 +19,7 @@ use rustix::mount::{OpenTreeFlags, open_tree};
 use rustix::process::{Pid, chdir, chroot, geteuid};
 use thiserror::Error;
 
+pub(crate) use namespace::pivot_into;
 pub use userns::IdRange;
 
 /// How the daemon is isolated from files outside the shared directory (`--sandbox`).

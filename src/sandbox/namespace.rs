@@ -80,7 +80,7 @@ fn enter_mounts(shared_dir: &Path) -> Result<Entered, Error> {
 }
 
 /// Makes the mounted `tree` the root directory and unmounts everything else.
-fn pivot_into(tree: impl AsFd) -> Result<(), Error> {
+pub(crate) fn pivot_into(tree: impl AsFd) -> Result<(), Error> {
     let old_root = open_dir(Path::new("/"))?;
     fchdir(&tree).step("change to the shared directory")?;
     pivot_root(".", ".").step("make the shared directory the root")?;

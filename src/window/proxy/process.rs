@@ -1,6 +1,6 @@
 //! The window process: how it is started, what it may do, and the daemon's calls.
 
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::process::exit;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
@@ -10,10 +10,11 @@ use std::time::Duration;
 use caps::Capability::{CAP_DAC_READ_SEARCH, CAP_SYS_ADMIN, CAP_SYS_PTRACE};
 use libc::*;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{MemfdFlags, Mode, OFlags, memfd_create, openat};
+use rustix::fs::{CWD, MemfdFlags, Mode, OFlags, memfd_create, openat};
 use rustix::io::Errno;
 use rustix::mount::{
-    FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsconfig_set_flag, fsconfig_set_string, fsmount, fsopen,
+    FsMountFlags, FsOpenFlags, MountAttrFlags, MountPropagationFlags, MoveMountFlags, fsconfig_create,
+    fsconfig_set_flag, fsconfig_set_string, fsmount, fsopen, mount_change, move_mount,
 };
 use rustix::net::{SendFlags, sockopt::set_socket_passcred};
 use rustix::process::{Signal, WaitOptions, chroot, fchdir, set_parent_process_death_signal, setsid, waitpid};
@@ -29,7 +30,7 @@ use super::shared::Shared;
 use super::{Guard, GuardMode, Proxy};
 use crate::sandbox::seccomp::{self, Condition};
 use crate::sandbox::sys::{Forked, fork, unshare};
-use crate::sandbox::{Error, Step, caps as capabilities};
+use crate::sandbox::{Error, Step, caps as capabilities, pivot_into};
 use crate::window::sys;
 
 /// Calls that the window process makes.
@@ -168,7 +169,10 @@ fn probe(shared: &Shared) -> Result<(), Error> {
 /// two threads.
 fn enter_root(shared: &Arc<Shared>, fuse: &mut Fuse) -> Result<(), Error> {
     let root = Arc::clone(shared);
-    let entering = thread::spawn(move || fchdir(&root.root).and_then(|()| chroot(".")));
+    // A process in a plain chroot(2) cannot move its root.
+    let entering = thread::spawn(move || {
+        leave_mounts(root.root.as_fd()).or_else(|_| fchdir(&root.root).and_then(|()| chroot(".")))
+    });
     while !entering.is_finished() {
         let mut ready = [PollFd::new(&shared.fuse, PollFlags::IN)];
         // A millisecond: how soon the end of the thread is noticed.
@@ -177,6 +181,15 @@ fn enter_root(shared: &Arc<Shared>, fuse: &mut Fuse) -> Result<(), Error> {
         }
     }
     entering.join().unwrap_or(Err(Errno::IO)).step("make the mount of proxy files the root")
+}
+
+/// Unmounts all but `root` in the namespace of this process. Copies of the host's mounts would keep a disk busy that
+/// the host unmounts.
+fn leave_mounts(root: BorrowedFd) -> Result<(), Error> {
+    let private = MountPropagationFlags::PRIVATE | MountPropagationFlags::REC;
+    mount_change("/", private).step("separate the mounts from the host's")?;
+    move_mount(root, "", CWD, "/", MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH).step("mount the proxy files")?;
+    pivot_into(root)
 }
 
 /// Backing files and marks of others' files need the first two; reading others' system calls needs the third.
