@@ -306,7 +306,7 @@ fn the_log_says_where_it_listens_and_what_is_deprecated() {
     drop(connect(&socket));
     assert!(child.wait().unwrap().success());
     let text = fs::read_to_string(log).unwrap();
-    assert!(text.contains(&format!("waiting for a vhost-user frontend on {}", socket.display())), "{text}");
+    assert!(text.contains(&format!("Waiting for vhost-user socket connection on {}", socket.display())), "{text}");
     assert!(text.contains("--socket is deprecated") && text.contains("-f has no effect"), "{text}");
 }
 

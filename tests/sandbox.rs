@@ -61,7 +61,7 @@ impl Daemon {
         command.arg("--shared-dir").arg(&share).arg("--socket-path").arg(dir.path().join("socket")).args(args);
         let child = command.stdin(Stdio::null()).stderr(log).spawn().unwrap();
         let mut daemon = Self { dir, child };
-        daemon.wait_until("it serves", |d| d.log().contains("waiting for a vhost-user frontend"));
+        daemon.wait_until("it serves", |d| d.log().contains("Waiting for vhost-user socket connection"));
         daemon
     }
 

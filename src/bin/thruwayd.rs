@@ -78,7 +78,8 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     };
     let urings = Arc::new(device::Urings::new(options.num_request_queues + 1));
     seccomp::apply(options.seccomp, options.syslog)?;
-    tracing::info!("waiting for a vhost-user frontend on {}", options.endpoint());
+    // Kata's runtime-rs waits for these words on stderr, which are virtiofsd's, before it starts the virtual machine.
+    tracing::info!("Waiting for vhost-user socket connection on {}", options.endpoint());
     let device = device::Options {
         tag: options.tag.clone(),
         request_queues: options.num_request_queues,

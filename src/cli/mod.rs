@@ -227,8 +227,7 @@ pub struct Options {
     /// (mandatory)
     ///
     /// This saves descriptors, and NFS leaves no .nfs files when an open file is removed. It needs CAP_DAC_READ_SEARCH.
-    #[arg(long, require_equals = true, default_value = "prefer", value_parser = parse_file_handles,
-          value_name = "never|prefer|mandatory")]
+    #[arg(long, default_value = "prefer", value_parser = parse_file_handles, value_name = "never|prefer|mandatory")]
     pub inode_file_handles: FileHandles,
 
     /// Give the guest a DAX window of this size, for example 1G, through which it maps files; 0: no window
@@ -745,7 +744,6 @@ mod tests {
             "--shared-dir /s --fd 3 --no-open=always --cache=never",
             "--shared-dir /s --fd 3 --no-open=always --cache=metadata",
             "--shared-dir /s --fd 3 --num-request-queues 0",
-            "--shared-dir /s --fd 3 --inode-file-handles never",
             "--shared-dir /s --fd 3 --xatr",
             "--shared-dir /s --fd 3 --negative-timeout -1",
             "--shared-dir /s --fd 3 --negative-timeout nan",

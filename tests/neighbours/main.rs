@@ -199,7 +199,7 @@ impl Daemon {
         let child = command.stdin(Stdio::null()).stderr(File::create(&log).unwrap()).spawn().unwrap();
         let end = Instant::now() + PATIENCE;
         let daemon = Self { child, socket, log };
-        while !fs::read_to_string(&daemon.log).unwrap().contains("waiting for a vhost-user frontend") {
+        while !fs::read_to_string(&daemon.log).unwrap().contains("Waiting for vhost-user socket connection") {
             assert!(Instant::now() < end, "no daemon: {}", fs::read_to_string(&daemon.log).unwrap());
             thread::sleep(Duration::from_millis(2));
         }
