@@ -717,6 +717,8 @@ mod tests {
             [NoOpen::Auto, NoOpen::Always, NoOpen::Never]
         );
         assert_eq!(config("--inode-file-handles=fallback").inode_file_handles, FileHandles::Prefer);
+        // Kata's runtime-rs.
+        assert_eq!(config("--inode-file-handles never").inode_file_handles, FileHandles::Never);
     }
 
     #[test]

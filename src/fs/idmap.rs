@@ -39,8 +39,6 @@ pub enum IdMapError {
     Fields { kind: String, expected: usize, example: &'static str },
     #[error("'{0}' is not an id or a count: use a number from 0 to 4294967295")]
     Number(String),
-    #[error("the count is 0: a range has at least one id")]
-    Empty,
     #[error("the range from {0} ends beyond 4294967294, the highest id")]
     Overflow(u32),
     #[error("two rules translate {side} id {id}: their ranges may not overlap")]
@@ -116,6 +114,8 @@ impl IdMap {
 }
 
 fn sorted(side: &'static str, mut ranges: Vec<Range>) -> Result<Vec<Range>, IdMapError> {
+    // Incus forbids the ids between its ranges, even if there are none (forbid-guest:0:0).
+    ranges.retain(|r| r.first < r.end);
     ranges.sort_by_key(|r| r.first);
     match ranges.windows(2).find(|pair| pair[0].end > pair[1].first) {
         Some(pair) => Err(IdMapError::Overlap { side, id: pair[1].first }),
@@ -177,9 +177,6 @@ fn numbers(fields: &str) -> Result<Vec<u32>, IdMapError> {
 }
 
 fn range(first: u32, target: Target, count: u32) -> Result<Range, IdMapError> {
-    if count == 0 {
-        return Err(IdMapError::Empty);
-    }
     let end = |base: u32| base.checked_add(count).ok_or(IdMapError::Overflow(base));
     match target {
         Target::Range(base) => drop(end(base)?),
@@ -246,6 +243,10 @@ mod tests {
     #[test]
     fn overlapping_sources_are_refused_touching_ones_are_not() {
         assert!(map(&["guest:10:0:10", "guest:0:50:10", "forbid-guest:20:1"]).is_ok());
+        // As Incus gives them.
+        let incus = map(&["map:0:1000000:65536", "forbid-guest:0:0", "forbid-guest:65536:4294901759"]).unwrap();
+        assert_eq!((incus.to_host(65535), incus.to_host(65536)), (Ok(1_065_535), Err(BadId::Forbidden(65536))));
+        assert_eq!(incus.to_host(4_294_967_294), Err(BadId::Forbidden(4_294_967_294)));
         assert_eq!(map(&["map:0:1000:10", "forbid-guest:9:5"]), Err(IdMapError::Overlap { side: "guest", id: 9 }));
         assert_eq!(map(&["host:5:0:1", "map:0:5:1"]), Err(IdMapError::Overlap { side: "host", id: 5 }));
     }
@@ -265,6 +266,6 @@ mod tests {
         for text in ["guest:0:0:4294967296", "guest:-1:0:1", "guest:0::1", "guest:0/0:1"] {
             assert!(matches!(text.parse::<Rule>(), Err(IdMapError::Number(_))), "{text}");
         }
-        assert_eq!("guest:0:0:0".parse::<Rule>(), Err(IdMapError::Empty));
+        assert_eq!(map(&["guest:0:0:0", "map:5:5:0", "squash-host:0:0:0"]), Ok(IdMap::default()));
     }
 }
