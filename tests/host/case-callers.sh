@@ -1,0 +1,136 @@
+# shellcheck shell=bash disable=SC2154  # lib.sh sets them
+# Programs that start the daemon, by the command lines that they use. docs/callers.md says where these are from.
+
+# Users that callers run the daemon as: libvirt's session daemon and KubeVirt's.
+session_user=54321 kubevirt_user=107
+
+# called NAME FEATURES [listening FD] COMMAND...: runs a caller's command line, with a listening socket as descriptor FD if the caller
+# passes one. The guest has the features to look for.
+called() {
+    local name=$1 features=$2 deadline
+    shift 2
+    mkdir -p "$work/shares/$name/mounted"
+    if [[ $1 == listening ]]; then
+        set -- python3 "$root/tests/host/listening.py" "$work/sockets/$name" "${@:2}"
+    fi
+    (cd "${called_in:-/}" && exec setsid "$@") >"$work/daemons.logs/daemon-$name.log" 2>&1 </dev/null &
+    daemons[$name]=$!
+    # 10 s: it needs milliseconds, or a second on a busy machine.
+    deadline=$((SECONDS + 10))
+    until [[ -S $work/sockets/$name ]]; do
+        ((SECONDS < deadline)) || fail "the daemon of $name does not listen"
+        sleep 0.02
+    done
+    called_guests+=(--fs "$name=$work/sockets/$name")
+    called_features+=("$name${features:+:}$features")
+}
+
+# share_of NAME [OWNER]: prints its path.
+share_of() {
+    local directory=$work/shares/$1
+    mkdir -p "$directory/mounted"
+    mount -t tmpfs tmpfs "$directory/mounted"
+    touch "$directory/mounted/inside"
+    printf 'from the host for %s\n' "$1" >"$directory/host"
+    [[ ! ${2-} ]] || chown -R "$2:$2" "$directory"
+    printf '%s\n' "$directory"
+}
+
+# Every caller's exact arguments, in one guest whose devices have the properties that the callers set.
+case_callers_commands() {
+    local -A daemons=()
+    local called_guests=() called_features=() daemon name share sockets=$work/sockets
+    read -ra daemon <<<"$THRUWAY_DAEMON"
+    # Users other than root must be able to read it, and the checkout may be in root's own directory.
+    install -m 755 "${daemon[0]}" "$work/virtiofsd"
+    daemon=$work/virtiofsd
+    mkdir -p "$work/shares" "$sockets" "$work/daemons.logs"
+    chmod 777 "$sockets"
+
+    # libvirt 11: all that it can ask for, and a session daemon's.
+    share=$(share_of libvirt)
+    called libvirt xattr:submount listening 21 "$daemon" --fd=21 --shared-dir "$share" --cache always --sandbox namespace --xattr \
+        --thread-pool-size=16 --rlimit-nofile=4096 --log-level debug
+    share=$(share_of session "$session_user")
+    called session root:submount listening 22 setpriv --reuid="$session_user" --regid="$session_user" --clear-groups \
+        "$daemon" --fd=22 --shared-dir "$share" --uid-map=":0:$session_user:1:" --gid-map=":0:$session_user:1:"
+
+    # virtme-ng: 1.35 with a writable and 1.42 with a read-only root.
+    "$daemon" --version >/dev/null || fail 'virtme-ng and Lima take no daemon whose --version fails'
+    "$daemon" --help | grep -q -- --readonly || fail 'virtme-ng does not find --readonly'
+    share=$(share_of virtme)
+    called virtme whole "$daemon" --syslog --no-announce-submounts --socket-path "$sockets/virtme" --shared-dir "$share" --sandbox none
+    share=$(share_of virtme2)
+    called virtme2 acl:xattr:whole "$daemon" --syslog --no-announce-submounts --posix-acl --socket-path "$sockets/virtme2" \
+        --shared-dir "$share" --sandbox none -o cache=always
+    for name in virtme virtme2; do
+        # virtme-ng waits 3 s for it, and then uses 9p.
+        [[ $(<"$sockets/$name.pid") == "${daemons[$name]}" ]] || fail "virtme-ng does not find the daemon's pid"
+    done
+
+    # Kata Containers' runtimes in Go and in Rust. The Rust one starts the virtual machine when it has read this line.
+    share=$(share_of kata)
+    called kata submount listening 3 "$daemon" --syslog --cache=auto "--shared-dir=$share" --fd=3 --thread-pool-size=1 --announce-submounts
+    share=$(share_of katars)
+    called katars xattr:submount "$daemon" --socket-path "$sockets/katars" --shared-dir "$share" --cache auto --sandbox none \
+        --seccomp none --inode-file-handles never --thread-pool-size=1 --announce-submounts --xattr
+    wait_line "$work/daemons.logs/daemon-katars.log" 'Waiting for vhost-user socket connection' 10
+
+    # KubeVirt: a container without any capability.
+    share=$(share_of kubevirt "$kubevirt_user")
+    called kubevirt root:submount setpriv --reuid="$kubevirt_user" --regid="$kubevirt_user" --clear-groups --no-new-privs \
+        --inh-caps=-all --ambient-caps=-all --bounding-set=-all "$daemon" "--socket-path=$sockets/kubevirt" "--shared-dir=$share" \
+        --sandbox=none --cache=auto --migration-on-error=guest-error --migration-mode=find-paths \
+        "--translate-uid=host:$kubevirt_user:0:1"
+
+    # Incus asks for the features, and gives --posix-acl=auto only to a daemon that has it. With idmaps it forbids the IDs between
+    # them, even if there are none.
+    "$daemon" --print-capabilities | python3 -c 'import json, sys
+assert "posix-acl-negotiation-mode" in json.load(sys.stdin)["features"]' || fail 'Incus does not find the feature'
+    share=$(share_of incus)
+    called incus acl:xattr:submount listening 3 "$daemon" --fd=3 --cache=never "--shared-dir=$share" --posix-acl=auto
+    share=$(share_of incusold)
+    called incusold acl:xattr:submount listening 3 "$daemon" --fd=3 --cache=metadata "--shared-dir=$share" --posix-acl
+    share=$(share_of incusids 1000000)
+    called incusids root:ids listening 3 "$daemon" --fd=3 --cache=always "--shared-dir=$share" \
+        --translate-uid=map:0:1000000:65536 --translate-uid=forbid-guest:0:0 \
+        --translate-gid=map:0:1000000:65536 --translate-gid=forbid-guest:0:0 \
+        --translate-uid=forbid-guest:65536:4294901759 --translate-gid=forbid-guest:65536:4294901759
+
+    share=$(share_of podman)
+    called_in=$share RUST_LOG=ERROR called podman submount "$daemon" --sandbox none --socket-path "$sockets/podman" --shared-dir . \
+        --seccomp=none
+
+    share=$(share_of proxmox)
+    called proxmox acl:xattr:direct:submount listening 13 "$daemon" --fd=13 "--shared-dir=$share" --xattr --posix-acl \
+        --announce-submounts --allow-direct-io --cache=auto --inode-file-handles=prefer --syslog
+
+    # Lima and libvirt find the daemon by its file. `make install` puts in the path that it installs to.
+    python3 -c 'import json, sys
+backend = json.load(sys.stdin)
+assert backend["type"] == "fs" and backend["binary"].startswith("/"), backend' <"$root/50-thruway.json" || fail 'Lima finds no daemon'
+    share=$(share_of lima)
+    called lima submount "$daemon" --socket-path "$sockets/lima" --shared-dir "$share"
+
+    # systemd-vmspawn and mkosi.
+    share=$(share_of vmspawn)
+    called vmspawn xattr:whole listening 3 "$daemon" --shared-dir "$share" --xattr --fd 3 --no-announce-submounts --log-level=error \
+        --modcaps=-mknod
+    share=$(share_of mkosi)
+    called mkosi xattr:whole listening 4 "$daemon" --shared-dir "$share" --xattr --no-announce-submounts --sandbox=chroot --fd 4
+
+    # None of them sets num-request-queues.
+    guest callers --kind qemu --properties queue-size=1024 "${called_guests[@]}" "$guest_dir/callers.py" "${called_features[@]}"
+    for name in "${!daemons[@]}"; do
+        (cd "$work/shares/$name" && sha256sum --quiet -c sum) || fail "the host sees other contents in the share of $name"
+        # 5 s: it only has to end. Callers count on it.
+        wait_gone 5 "${daemons[$name]}" || fail "the daemon of $name did not end with its guest"
+        wait "${daemons[$name]}" || fail "the daemon of $name ended with status $?"
+    done
+    [[ ! -s $work/daemons.logs/daemon-podman.log ]] || fail "Podman's daemon is not quiet: $(<"$work/daemons.logs/daemon-podman.log")"
+    [[ $(stat -c %u "$work/shares/incusids/renamed") == 1000000 ]] || fail "Incus' IDs are not translated"
+    # There may be no syslog here.
+    sed -i '/cannot log to syslog/d' "$work"/daemons.logs/*.log
+    logs_are_clean "$work/daemons.logs"
+    note "${#daemons[@]} command lines"
+}
