@@ -7,6 +7,7 @@
 #![cfg_attr(not(any(test, fuzzing)), warn(missing_docs))]
 
 pub mod cli;
+pub mod control;
 pub mod device;
 mod fanotify;
 pub mod fs;

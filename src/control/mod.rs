@@ -1,0 +1,3 @@
+//! The control socket (docs/control.md).
+
+pub mod api;
