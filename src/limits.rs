@@ -1,6 +1,7 @@
 //! The limits on what a guest can use of the host, each with the reason for its number. The table in docs/security.md,
 //! "Limits", adds what the guest gets at each limit, the option that changes it, and the test that holds it.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 /// Log messages at level info and above that one place of the code may write in [`LOG_PERIOD`]. The rest are counted,
@@ -156,3 +157,109 @@ pub const NOTIFIED_EVENTS: usize = 16_384;
 /// How long the daemon waits before it accepts connections again after accept(2) failed, most often for lack of
 /// descriptors.
 pub const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
+
+/// Connections to the control socket at a time. A person, a collector of metrics and a few tools take one each, for
+/// some milliseconds. Further ones wait in the socket's backlog.
+pub const CONTROL_CONNECTIONS: usize = 16;
+
+/// Bytes of the request line and the headers of a request to the control socket. The longest that a tool sends has some
+/// hundreds. It is the least that hyper allows.
+pub const CONTROL_HEAD: usize = 8192;
+
+/// Bytes of the body of a request to the control socket. The only body is a log filter, and the longest that makes
+/// sense names each module once.
+pub const CONTROL_BODY: usize = 4096;
+
+/// How long a client of the control socket may take to send its request, and again to take the answer.
+pub const CONTROL_PATIENCE: Duration = Duration::from_secs(10);
+
+/// Inodes in one answer of the control socket. More than fit onto a screen, and few enough that their paths take some
+/// milliseconds.
+pub const CONTROL_TOP: usize = 1000;
+
+/// A limit whose refusals are counted, for the control socket. The counts are the process's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Limit {
+    /// [`INODES`], or `--max-inodes`
+    Inodes,
+    /// Descriptors: all but [`OWN_DESCRIPTORS`].
+    Descriptors,
+    /// [`LOCKS`]
+    Locks,
+    /// [`LOCK_THREADS`]
+    LockThreads,
+    /// [`LISTINGS`]
+    Listings,
+    /// [`WINDOW_JOBS`]
+    WindowJobs,
+    /// [`NOTIFICATIONS`]
+    Notifications,
+    /// [`NOTIFIED_EVENTS`]
+    NotifiedEvents,
+    /// [`WATCHED_NODES`]
+    WatchedNodes,
+    /// [`WATCHES`] and [`LEASES`]
+    Watches,
+    /// [`LOG_BURST`]
+    LogMessages,
+    /// [`LOG_QUEUE`]
+    LogLines,
+}
+
+static TIMES: [AtomicU64; Limit::ALL.len()] = [const { AtomicU64::new(0) }; Limit::ALL.len()];
+
+impl Limit {
+    /// All of them.
+    pub const ALL: &'static [Self] = &[
+        Self::Inodes,
+        Self::Descriptors,
+        Self::Locks,
+        Self::LockThreads,
+        Self::Listings,
+        Self::WindowJobs,
+        Self::Notifications,
+        Self::NotifiedEvents,
+        Self::WatchedNodes,
+        Self::Watches,
+        Self::LogMessages,
+        Self::LogLines,
+    ];
+
+    /// Counts that it was reached.
+    pub fn reached(self) {
+        TIMES[self as usize].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// How often it was reached.
+    pub fn times(self) -> u64 {
+        TIMES[self as usize].load(Ordering::Relaxed)
+    }
+
+    /// Its name, as the metrics have it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Inodes => "inodes",
+            Self::Descriptors => "descriptors",
+            Self::Locks => "locks",
+            Self::LockThreads => "lock_threads",
+            Self::Listings => "listings",
+            Self::WindowJobs => "window_jobs",
+            Self::Notifications => "notifications",
+            Self::NotifiedEvents => "notified_events",
+            Self::WatchedNodes => "watched_nodes",
+            Self::Watches => "watches",
+            Self::LogMessages => "log_messages",
+            Self::LogLines => "log_lines",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Limit;
+
+    #[test]
+    fn each_limit_has_its_own_count() {
+        assert!(Limit::ALL.iter().enumerate().all(|(place, limit)| *limit as usize == place));
+    }
+}

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use thruway::device::{self, Handler, Urings};
 use thruway::fuse::abi::*;
+use thruway::fuse::metrics::LateMeter;
 use thruway::fuse::ops::Wait;
 use thruway::fuse::{Io, Transport, WayBack, Work};
 use thruway::limits::{LOCK_THREADS, QUEUE_BYTES, URING_REQUESTS, WORK_THREADS};
@@ -127,7 +128,7 @@ impl Handler for Stub {
                 seen.read.fetch_add(1, Ordering::SeqCst);
                 let file = self.stream.try_clone().unwrap();
                 let data = work.writable.range(16..16 + (1 << 12));
-                from.io(Io { unique, file, offset: 0, write: false, long: false }, &data);
+                from.io(Io { unique, file, offset: 0, write: false, long: false, meter: LateMeter::default() }, &data);
                 0
             }
             SLOW => {

@@ -15,6 +15,7 @@ use thruway::device::{self, Handler, LARGE, Urings};
 use thruway::fs::{Config, PassthroughFs, proc_self_fd};
 use thruway::fuse::abi::*;
 use thruway::fuse::buf::IoVecs;
+use thruway::fuse::metrics::LateMeter;
 use thruway::fuse::ops::{Control, Files, Names, Wait};
 use thruway::fuse::{Io, Reply, Server, Transport, WayBack, Work};
 use thruway_bench::frontend::{Frontend, Options};
@@ -43,7 +44,14 @@ impl Handler for Stub {
         let empty = move || OutHeader { len: 16, error: 0, unique }.as_bytes().to_vec();
         match header.opcode {
             READ => {
-                let io = Io { unique, file: self.0.try_clone().unwrap(), offset: 0, write: false, long: false };
+                let io = Io {
+                    unique,
+                    file: self.0.try_clone().unwrap(),
+                    offset: 0,
+                    write: false,
+                    long: false,
+                    meter: LateMeter::default(),
+                };
                 from.io(io, &work.writable.range(16..16 + header.nodeid as usize));
                 0
             }

@@ -67,7 +67,7 @@ impl Transport for Here {
         self.io = true;
     }
 
-    fn serve_anew(&mut self) {
+    fn serve_anew(&mut self, _since: Option<std::time::Instant>) {
         self.io = true;
     }
 

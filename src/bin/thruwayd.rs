@@ -3,11 +3,13 @@
 use std::error::Error;
 use std::fs::File;
 use std::os::unix::net::UnixListener;
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use thruway::cli::{self, Options, Stop, listen, metrics};
+use thruway::cli::{self, Options, Stop, listen};
+use thruway::control::{self, Facts, Sources};
 use thruway::device;
 use thruway::fs::{self, FileHandles, PassthroughFs};
 use thruway::fuse::Server;
@@ -40,6 +42,7 @@ fn fail(error: &dyn Error) -> ExitCode {
 }
 
 fn run(options: &Options) -> Result<(), Box<dyn Error>> {
+    let since = Instant::now();
     cli::log::init(options.log_level(), options.syslog);
     options.deprecated().for_each(|text| tracing::warn!("{text}"));
     let dir = options.shared_dir();
@@ -53,11 +56,16 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     let mut sandbox = options.sandbox_settings();
     sandbox::check(&sandbox)?;
     let (listener, _pid_file) = listen(options)?;
-    let asked = options.metrics_path.as_deref().map(|path| listen::bind(path, None)).transpose()?;
+    let control = options.control_path.as_deref().map(|path| listen::bind(path, None)).transpose()?;
+    let pid = std::process::id();
+    let absolute = |path: &Path| std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    let shared_dir = absolute(dir);
+    let socket = options.socket().map(absolute);
     limits::set_nofile(options.rlimit_nofile)?;
-    let proxy = start_proxy(options)?;
+    let (proxy, no_window) = start_proxy(options)?;
+    let guard = proxy.as_ref().map_or(Guard::Off("there is no window".into()), |proxy| proxy.guard().clone());
     sandbox.helper = proxy.as_ref().map(Proxy::pid);
-    let (entered, (listener, asked, proxy)) = sandbox::enter(&sandbox, (listener, asked, proxy))?;
+    let (entered, (listener, control, proxy)) = sandbox::enter(&sandbox, (listener, control, proxy))?;
     let config = options.fs_config()?;
     // Each thread has its own capabilities, so they are dropped before any thread starts.
     let opens_handles = config.inode_file_handles != FileHandles::Never || config.migration.trust_handles;
@@ -67,17 +75,38 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     let notifier = Arc::new(device::Notifier::new()?);
     window.iter().for_each(|window| window.tell(notifier.clone()));
     let fs = start_fs(config, entered)?.with_window(window.clone()).with_notifier(notifier.clone());
-    let fs = fs.with_watch(start_watch())?;
-    let server = Server::new(fs);
-    let _pid_file = match asked {
+    let (watch, no_watch) = start_watch();
+    let server = Arc::new(Server::new(fs.with_watch(watch)?));
+    let urings = Arc::new(device::Urings::new(options.num_request_queues + 1));
+    let monitor = Arc::new(device::Monitor::default());
+    let is_controlled = control.is_some();
+    let _control_pid_file = match control {
         Some(bound) => {
-            metrics::start(bound.listener, server.counters(), window.clone(), notifier.clone())?;
+            let sources = Sources {
+                facts: Facts {
+                    pid,
+                    since,
+                    shared_dir,
+                    socket,
+                    options: options.in_force.clone(),
+                    max_mappings: options.max_mappings.into(),
+                    no_window,
+                    guard,
+                    no_watch,
+                },
+                server: server.clone(),
+                device: monitor.clone(),
+                urings: urings.clone(),
+                window: window.clone(),
+                notifier: notifier.clone(),
+                log: cli::log::filter,
+            };
+            control::start(bound.listener, sources)?;
             Some(bound.pid_file)
         }
         None => None,
     };
-    let urings = Arc::new(device::Urings::new(options.num_request_queues + 1));
-    seccomp::apply(options.seccomp, options.syslog)?;
+    seccomp::apply(options.seccomp, options.syslog || is_controlled)?;
     // Kata's runtime-rs waits for these words on stderr, which are virtiofsd's, before it starts the virtual machine.
     tracing::info!("Waiting for vhost-user socket connection on {}", options.endpoint());
     let device = device::Options {
@@ -88,8 +117,9 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
         poll: Duration::from_micros(options.poll_us),
         window,
         notifier: Some(notifier),
+        monitor,
     };
-    device::serve(listener, Arc::new(server), device)?;
+    device::serve(listener, server, device)?;
     if let (Sandbox::None, Some(path)) = (options.sandbox, options.socket()) {
         // Inside the other sandboxes the path does not exist. std would call unlink(2), which seccomp does not allow.
         let _ = rustix::fs::unlinkat(rustix::fs::CWD, path, rustix::fs::AtFlags::empty());
@@ -108,11 +138,11 @@ fn listen(options: &Options) -> Result<(UnixListener, Option<File>), listen::Err
     }
 }
 
-/// Starts the process that makes files mappable, if a window was requested.
-fn start_proxy(options: &Options) -> Result<Option<Proxy>, Box<dyn Error>> {
+/// Starts the process that makes files mappable, if a window was requested. Also returns why there is none.
+fn start_proxy(options: &Options) -> Result<(Option<Proxy>, String), Box<dyn Error>> {
     let windows = [options.dax_window, options.passthrough_window];
     if windows.iter().all(|window| window.size == 0) {
-        return Ok(None);
+        return Ok((None, "neither --dax-window nor --passthrough-window is given".into()));
     }
     let required = windows.iter().any(|window| window.required);
     match proxy::start(options.window_guard, proxy::DEADLINE, options.seccomp) {
@@ -120,12 +150,12 @@ fn start_proxy(options: &Options) -> Result<Option<Proxy>, Box<dyn Error>> {
             if let (Guard::Off(_), GuardMode::Fanotify) = (proxy.guard(), options.window_guard) {
                 tracing::warn!("{}", proxy.guard());
             }
-            Ok(Some(proxy))
+            Ok((Some(proxy), String::new()))
         }
         Err(error) if required => Err(format!("cannot create a window: {error}").into()),
         Err(error) => {
             tracing::warn!("continuing without a window: {error}");
-            Ok(None)
+            Ok((None, error.to_string()))
         }
     }
 }
@@ -135,13 +165,13 @@ fn start_window(options: &Options, proxy: Option<Proxy>) -> Result<Option<Arc<Wi
     Ok(Some(Window::new(options.dax_window.size, options.passthrough(), Arc::new(proxy))?))
 }
 
-/// Without a watch, the guest has ordinary timeouts.
-fn start_watch() -> Option<Watch> {
+/// Without a watch, the guest has ordinary timeouts. Also returns why there is none.
+fn start_watch() -> (Option<Watch>, Option<String>) {
     match Watch::new() {
-        Ok(watch) => Some(watch),
+        Ok(watch) => (Some(watch), None),
         Err(e) => {
             tracing::info!("the share is not watched for changes by others: {e}");
-            None
+            (None, Some(e.to_string()))
         }
     }
 }

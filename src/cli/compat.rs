@@ -39,6 +39,13 @@ fn set(options: &mut Options, name: &str, value: &str) -> Result<(), String> {
         "xattrmap" => options.xattrmap = Some(parse(name, value)?),
         _ => return Err(format!("there is no option -o {name}=")),
     }
+    let (name, value) = match (name, value) {
+        ("source", dir) => ("shared-dir", dir),
+        ("loglevel", level) => ("log-level", level),
+        ("cache", "none") => ("cache", "never"),
+        same => same,
+    };
+    options.in_force.insert(name.into(), value.into());
     Ok(())
 }
 
@@ -58,6 +65,15 @@ fn switch(options: &mut Options, name: &str) -> Result<(), String> {
         "flock" => options.flock = on,
         _ => return Err(format!("there is no option -o {name}")),
     }
+    let value = match plain {
+        "readdirplus" | "announce_submounts" => {
+            options.in_force.insert(format!("no-{}", plain.replace('_', "-")), (!on).to_string());
+            return Ok(());
+        }
+        "posix_acl" | "security_label" => if on { "always" } else { "never" }.to_owned(),
+        _ => on.to_string(),
+    };
+    options.in_force.insert(plain.replace('_', "-"), value);
     Ok(())
 }
 

@@ -18,9 +18,9 @@ use tracing::{Event, Level, Metadata};
 use tracing_subscriber::fmt::MakeWriter;
 use tracing_subscriber::layer::{Context, Filter, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
-use tracing_subscriber::{EnvFilter, Layer};
+use tracing_subscriber::{EnvFilter, Layer, Registry, reload};
 
-use crate::limits::{LOG_BURST, LOG_LINE, LOG_PERIOD, LOG_QUEUE};
+use crate::limits::{LOG_BURST, LOG_LINE, LOG_PERIOD, LOG_QUEUE, Limit as Counted};
 
 /// LOG_USER of syslog(3) in the position that it has in a message. virtiofsd uses the same facility.
 const FACILITY: u8 = 1 << 3;
@@ -30,6 +30,8 @@ const FACILITY: u8 = 1 << 3;
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
 static LOG: OnceLock<Log> = OnceLock::new();
+
+static FILTER: OnceLock<reload::Handle<EnvFilter, Registry>> = OnceLock::new();
 
 /// Starts the log. If syslog cannot be reached, the log goes to stderr and starts with a warning.
 pub fn init(level: LevelFilter, syslog: bool) {
@@ -44,10 +46,29 @@ pub fn init(level: LevelFilter, syslog: bool) {
     let log = LOG.get_or_init(|| Log::new(sink));
     let lines = tracing_subscriber::fmt::layer().with_target(false).with_ansi(false).with_writer(log);
     let lines = if plain { lines.without_time().with_level(false).boxed() } else { lines.boxed() };
+    let (filter, handle) = reload::Layer::new(filter);
+    let _ = FILTER.set(handle);
     let _ = tracing_subscriber::registry().with(lines.with_filter(Limited(log)).with_filter(filter)).try_init();
     if let Some(e) = failure {
         tracing::warn!("cannot log to syslog at /dev/log: {e}: logging to stderr");
     }
+}
+
+/// Sets the filter, if there is one, in the syntax of RUST_LOG. Returns the one in force.
+///
+/// # Errors
+/// What is wrong with it, in one line.
+pub fn filter(new: Option<&str>) -> Result<String, String> {
+    let handle = FILTER.get().ok_or("there is no log")?;
+    if let Some(new) = new {
+        if new.is_empty() {
+            return Err("the filter is empty: give a level such as info, or off".into());
+        }
+        // Without regular expressions, which could take long to match.
+        let new = EnvFilter::builder().with_regex(false).parse(new).map_err(|e| format!("the filter: {e}"))?;
+        handle.reload(new).map_err(|e| e.to_string())?;
+    }
+    handle.with_current(EnvFilter::to_string).map_err(|e| e.to_string())
 }
 
 /// Starts the thread that writes the lines, and the limit on messages. Call it in the process that serves: threads do
@@ -101,6 +122,7 @@ impl Log {
     fn put(&self, line: Line) {
         let Some(queue) = self.queue.get() else { return self.write(&line) };
         if queue.try_send(Job::Line(line)).is_err() {
+            Counted::LogLines.reached();
             self.lost.fetch_add(1, Ordering::Relaxed);
         }
     }
@@ -224,6 +246,7 @@ impl<S> Filter<S> for Limited {
             return true;
         }
         let left_out = self.0.limit.lock().left_out(event.metadata(), Instant::now());
+        left_out.inspect(|_| Counted::LogMessages.reached());
         if left_out == Some(1) {
             // If the queue is full, the thread is awake anyway.
             let _ = queue.try_send(Job::Count);

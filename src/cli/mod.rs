@@ -3,7 +3,6 @@
 mod compat;
 pub mod listen;
 pub mod log;
-pub mod metrics;
 
 /// For fuzz/.
 #[cfg(fuzzing)]
@@ -16,6 +15,7 @@ pub mod doors {
     }
 }
 
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ use std::time::Duration;
 
 use caps::Capability;
 use clap::error::ErrorKind;
-use clap::{Parser, ValueEnum};
+use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, ValueEnum};
 use thiserror::Error;
 use tracing::level_filters::LevelFilter;
 
@@ -71,11 +71,12 @@ pub struct Options {
     #[arg(long)]
     pub fd: Option<RawFd>,
 
-    /// Serve request counts in Prometheus format on a socket at PATH: curl --unix-socket PATH http://_
+    /// Serve metrics, status and a few commands on a socket at PATH: curl --unix-socket PATH http://_/status
     ///
-    /// The daemon holds a lock on PATH.pid while it runs.
+    /// Only the daemon's user can connect. The daemon holds a lock on PATH.pid while it runs. docs/control.md has all
+    /// requests.
     #[arg(long, value_name = "PATH")]
-    pub metrics_path: Option<PathBuf>,
+    pub control_path: Option<PathBuf>,
 
     /// The tag that the guest mounts, for frontends that ask the daemon for it (1 to 36 bytes)
     ///
@@ -376,6 +377,10 @@ pub struct Options {
     /// No effect
     #[arg(short = 'f', hide = true)]
     pub compat_foreground: bool,
+
+    /// All options in force that have a value, by name without dashes.
+    #[arg(skip)]
+    pub in_force: BTreeMap<String, String>,
 }
 
 /// The default of --max-mappings: half of what QEMU has room for, so that a VM can have two such devices.
@@ -406,12 +411,26 @@ pub enum Stop {
 /// # Errors
 /// [`Stop`]
 pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Options, Stop> {
-    let mut options = Options::try_parse_from(args).map_err(stop)?;
+    let mut command = Options::command();
+    let matches = command.try_get_matches_from_mut(args).map_err(stop)?;
+    let mut options = Options::from_arg_matches(&matches).map_err(|e| stop(e.format(&mut command)))?;
+    options.in_force = in_force(&command, &matches);
     compat::apply(&mut options).map_err(Stop::Usage)?;
     if !options.print_capabilities {
         options.check().map_err(Stop::Usage)?;
     }
     Ok(options)
+}
+
+/// The values of all options that have one.
+fn in_force(command: &clap::Command, matches: &ArgMatches) -> BTreeMap<String, String> {
+    let value = |arg: &clap::Arg| {
+        let name = arg.get_long().filter(|_| !arg.is_hide_set())?;
+        let values = matches.try_get_raw(arg.get_id().as_str()).ok()??;
+        let values: Vec<_> = values.map(|value| value.to_string_lossy()).collect();
+        Some((name.to_owned(), values.join(",")))
+    };
+    command.get_arguments().filter_map(value).collect()
 }
 
 /// Joins clap's error message into one line.
@@ -728,6 +747,21 @@ mod tests {
         assert_eq!((options.xattr, options.log_level), (false, LevelFilter::ERROR));
         assert_eq!(options.deprecated().count(), 4);
         assert!(args("-o source=/,nonsense --fd 3").is_err());
+    }
+
+    #[test]
+    fn what_is_in_force_is_known_by_name() {
+        let all = args("--shared-dir /s --fd 3 --cache always --cache never --xattr -o readdirplus,no_xattr").unwrap();
+        let value = |name| all.in_force.get(name).map(String::as_str);
+        assert_eq!((value("shared-dir"), value("fd"), value("cache")), (Some("/s"), Some("3"), Some("never")));
+        assert_eq!(
+            (value("xattr"), value("no-readdirplus"), value("writeback")),
+            (Some("false"), Some("false"), Some("false"))
+        );
+        assert_eq!((value("sandbox"), value("max-mappings"), value("tag")), (Some("namespace"), Some("256"), None));
+        let rules = args("--shared-dir /s --fd 3 --translate-uid map:0:1:1 --translate-uid map:5:7:1").unwrap();
+        assert_eq!(rules.in_force["translate-uid"], "map:0:1:1,map:5:7:1");
+        assert_eq!(args("--fd 3 -o source=/t,cache=none").unwrap().in_force["cache"], "never");
     }
 
     #[test]

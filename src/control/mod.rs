@@ -1,3 +1,101 @@
-//! The control socket (docs/control.md).
+//! The control socket (docs/control.md): HTTP/1.1 over a Unix socket, on one thread of its own.
+//!
+//! It reads what the others count, and few of its requests do something. Nothing here is on a queue's path, and nothing
+//! that a guest does reaches it. It takes no lock for longer than it takes to copy some numbers.
 
 pub mod api;
+mod drain;
+mod http;
+mod metrics;
+mod routes;
+mod status;
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread;
+use std::time::Instant;
+
+use tokio::runtime::Builder;
+
+use crate::device::{Monitor, Notifier, Urings};
+use crate::fs::PassthroughFs;
+use crate::fuse::Server;
+use crate::window::Window;
+use crate::window::proxy::Guard;
+use drain::Drain;
+
+/// What the control socket shows, and what it acts on.
+pub struct Sources {
+    /// What was known at the start.
+    pub facts: Facts,
+    /// The session.
+    pub server: Arc<Server<PassthroughFs>>,
+    /// The queues.
+    pub device: Arc<Monitor>,
+    /// For I/O that takes long.
+    pub urings: Arc<Urings>,
+    /// The windows, if there are any.
+    pub window: Option<Arc<Window>>,
+    /// What the guest is told by.
+    pub notifier: Arc<Notifier>,
+    /// The log's filter, after it was set to the given one.
+    ///
+    /// Its error says in one line what is wrong with the given one.
+    pub log: fn(Option<&str>) -> Result<String, String>,
+}
+
+/// What is known at the start and does not change.
+#[derive(Clone, Debug)]
+pub struct Facts {
+    /// See [`api::Status::pid`].
+    pub pid: u32,
+    /// The start.
+    pub since: Instant,
+    /// The shared directory on the host.
+    pub shared_dir: PathBuf,
+    /// The frontend's socket, unless it was inherited.
+    pub socket: Option<PathBuf>,
+    /// See [`api::Status::options`].
+    pub options: BTreeMap<String, String>,
+    /// `--max-mappings`
+    pub max_mappings: u32,
+    /// Why there is no window.
+    pub no_window: String,
+    /// Whether there is a guard, or why not.
+    pub guard: Guard,
+    /// Why there is no watch, if there is none.
+    pub no_watch: Option<String>,
+}
+
+/// Serves the control socket on a thread. Call it before the seccomp filter is applied: it makes an epoll instance.
+///
+/// # Errors
+/// Those of starting the thread, and of the system calls for its events.
+pub fn start(listener: UnixListener, sources: Sources) -> io::Result<()> {
+    listener.set_nonblocking(true)?;
+    // One request at a time waits on a thread: POST /drain for syncfs(2).
+    let runtime =
+        Builder::new_current_thread().enable_io().enable_time().max_blocking_threads(1).thread_name(NAME).build()?;
+    let listener = {
+        let _inside = runtime.enter();
+        tokio::net::UnixListener::from_std(listener)?
+    };
+    let state = Arc::new(State { drain: Drain::default(), sources });
+    thread::Builder::new().name(NAME.into()).spawn(move || {
+        state.sources.server.enter_thread();
+        runtime.block_on(http::serve(listener, state));
+    })?;
+    Ok(())
+}
+
+/// The name of its threads.
+const NAME: &str = "thruway-control";
+
+/// What all requests share.
+struct State {
+    sources: Sources,
+    drain: Drain,
+}

@@ -9,6 +9,7 @@ mod config;
 mod crowd;
 mod handler;
 mod late;
+mod monitor;
 mod notify;
 mod origin;
 mod poll;
@@ -46,6 +47,7 @@ use crate::fuse::notify::Sink;
 use crate::limits;
 use crate::window::Window;
 use config::ConfigSpace;
+use monitor::Connection;
 use origin::Service;
 use pool::Pools;
 use queue::{Role, Workers};
@@ -68,8 +70,10 @@ pub mod doors {
 pub use config::TAG_LEN;
 pub use crowd::LARGE;
 pub use handler::Handler;
+pub use monitor::{FrontendState, Monitor, QueueState, Work};
 pub use notify::{BUFFER as NOTIFY_BUFFER, Notifier};
 pub use poll::offer_cpu;
+pub use state::Progress;
 pub use uring::Urings;
 
 /// Most request queues. vhost-user-backend names the queues of a thread by a mask of 64 bits. Two bits are the high
@@ -97,6 +101,8 @@ pub struct Options {
     pub window: Option<Arc<Window>>,
     /// What the handler's file system tells the guest by. Without it, the device has no notification queue.
     pub notifier: Option<Arc<Notifier>>,
+    /// Who looks at the queues from outside.
+    pub monitor: Arc<Monitor>,
 }
 
 impl Default for Options {
@@ -109,6 +115,7 @@ impl Default for Options {
             urings: Arc::new(Urings::none()),
             window: None,
             notifier: None,
+            monitor: Arc::default(),
         }
     }
 }
@@ -165,7 +172,7 @@ impl Options {
 struct Device<H> {
     workers: Workers<H>,
     config: ConfigSpace,
-    has_tag: bool,
+    protocol: Protocol,
     /// By queue, the high priority queue first. Each is set when its worker first sees the ring.
     rings: Arc<[OnceLock<Vring>]>,
     /// Readable once the connection is over. All workers poll it.
@@ -174,6 +181,8 @@ struct Device<H> {
     channel: Mutex<Option<Backend>>,
     transfer: Transfer,
     window: Option<Arc<Window>>,
+    /// For the monitor.
+    connection: Arc<Connection>,
 }
 
 impl<H: Handler> Device<H> {
@@ -191,12 +200,18 @@ impl<H: Handler> Device<H> {
             urings: options.urings.clone(),
             poll: options.poll,
             notifier: options.notifier.clone(),
+            monitor: options.monitor.clone(),
         };
         if let Some(notifier) = &options.notifier {
             notifier.set_open(false);
         }
         // The high priority queue, and the notification queue.
         let others = 1 + u16::from(options.notifier.is_some());
+        let rings: Arc<[_]> = (0..options.request_queues + others).map(|_| OnceLock::new()).collect();
+        let event = || EventFd::new(EFD_NONBLOCK).map_err(|e| Error::Setup(e.to_string()));
+        let protocol = protocol_features(options.tag.is_some(), options.window.is_some());
+        let connection = Arc::new(Connection::new(rings.clone(), protocol, event()?));
+        options.monitor.connect(Some(connection.clone()));
         Ok(Arc::new(Self {
             workers,
             config: ConfigSpace::new(
@@ -204,12 +219,13 @@ impl<H: Handler> Device<H> {
                 options.request_queues,
                 options.notifier.as_ref().map_or(0, |_| NOTIFY_BUFFER),
             ),
-            has_tag: options.tag.is_some(),
-            rings: (0..options.request_queues + others).map(|_| OnceLock::new()).collect(),
-            exit: EventFd::new(EFD_NONBLOCK).map_err(|e| Error::Setup(e.to_string()))?,
+            protocol,
+            rings,
+            exit: event()?,
             channel: Mutex::new(None),
-            transfer: Transfer::default(),
+            transfer: Transfer::new(options.monitor.progress.clone()),
             window: options.window.clone(),
+            connection,
         }))
     }
 
@@ -228,12 +244,17 @@ impl<H: Handler> Device<H> {
                 let added = worker.register_listener(fd, EventSet::IN, token.into());
                 added.map_err(|e| Error::Setup(e.to_string()))?;
             }
+            // Each worker sees each write once, and none reads the event.
+            let once = EventSet::IN | EventSet::EDGE_TRIGGERED;
+            let added = worker.register_listener(self.connection.resume.as_raw_fd(), once, self.resume_token().into());
+            added.map_err(|e| Error::Setup(e.to_string()))?;
         }
         if let Some(notifier) = &self.workers.notifier {
             // So that the worker gets to know its ring.
             notifier.wake();
         }
         let started = daemon.start(listener).map_err(|e| Error::Accept(e.to_string()));
+        self.connection.connected.store(started.is_ok(), Ordering::Relaxed);
         let end = started.and_then(|()| connection_end(daemon.wait()));
         self.close();
         drop(daemon);
@@ -251,6 +272,7 @@ impl<H: Handler> Device<H> {
             notifier.set_open(false);
         }
         *self.channel.lock() = None;
+        self.workers.monitor.connect(None);
         if let Some(window) = &self.window {
             window.disconnect();
         }
@@ -277,10 +299,31 @@ impl<H: Handler> Device<H> {
         self.exit_token() + 2
     }
 
+    /// The event number of the end of a hold.
+    fn resume_token(&self) -> u16 {
+        self.exit_token() + 3
+    }
+
     /// The notifier, if the driver has taken the notification queue.
     fn notifier(&self) -> Option<&Arc<Notifier>> {
         self.workers.notifier.as_ref().filter(|notifier| notifier.is_open())
     }
+}
+
+/// What a frontend is offered.
+fn protocol_features(has_tag: bool, has_window: bool) -> Protocol {
+    let mut features = Protocol::MQ
+        | Protocol::REPLY_ACK
+        | Protocol::CONFIGURE_MEM_SLOTS
+        | Protocol::BACKEND_REQ
+        | Protocol::BACKEND_SEND_FD
+        | Protocol::RESET_DEVICE
+        | Protocol::LOG_SHMFD
+        | Protocol::DEVICE_STATE;
+    // QEMU's vhost-user-fs-pci has the tag itself, and warns of a backend that offers one.
+    features.set(Protocol::CONFIG, has_tag);
+    features.set(Protocol::SHMEM, has_window);
+    features
 }
 
 /// A frontend that leaves is no error. If it crashes, it leaves in the middle of a message.
@@ -316,24 +359,14 @@ impl<H: Handler> VhostUserBackend for Device<H> {
     fn acked_features(&self, features: u64) {
         let logging = features & VhostUserVirtioFeatures::LOG_ALL.bits() != 0;
         self.workers.logging.store(logging, Ordering::Release);
+        self.connection.features.store(features, Ordering::Relaxed);
         if let Some(notifier) = &self.workers.notifier {
             notifier.set_open(features & notify::FEATURE != 0);
         }
     }
 
     fn protocol_features(&self) -> Protocol {
-        let mut features = Protocol::MQ
-            | Protocol::REPLY_ACK
-            | Protocol::CONFIGURE_MEM_SLOTS
-            | Protocol::BACKEND_REQ
-            | Protocol::BACKEND_SEND_FD
-            | Protocol::RESET_DEVICE
-            | Protocol::LOG_SHMFD
-            | Protocol::DEVICE_STATE;
-        // QEMU's vhost-user-fs-pci has the tag itself, and warns of a backend that offers one.
-        features.set(Protocol::CONFIG, self.has_tag);
-        features.set(Protocol::SHMEM, self.window.is_some());
-        features
+        self.protocol
     }
 
     fn reset_device(&self) {
@@ -368,6 +401,7 @@ impl<H: Handler> VhostUserBackend for Device<H> {
             window.connect(Arc::new(Channel { backend: backend.clone(), rings, mem }));
         }
         *self.channel.lock() = Some(backend);
+        self.connection.channel.store(true, Ordering::Relaxed);
     }
 
     fn set_device_state_fd(

@@ -4,7 +4,6 @@
 //! worker of the queue takes a buffer of the driver's for each notification when there is one to send, and only then.
 
 use std::collections::{HashMap, VecDeque};
-use std::fmt;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
@@ -20,7 +19,7 @@ use super::queue::{Role, Workers};
 use super::ring::Ring;
 use super::scratch::BATCH;
 use crate::fuse::notify::{FS_Q_OVERFLOW, FsEvent, LONGEST, Notification, Sink};
-use crate::limits::{NOTIFICATIONS, NOTIFIED_EVENTS};
+use crate::limits::{Limit, NOTIFICATIONS, NOTIFIED_EVENTS};
 
 /// The feature bit VIRTIO_FS_F_NOTIFICATION (VIRTIO 1.3, section 5.11.3).
 pub const FEATURE: u64 = 1 << 0;
@@ -124,7 +123,10 @@ impl Pending {
             Notification::Revoked => self.revoked = true,
             _ if self.epoch => {}
             notification if self.merges(&notification) => {}
-            notification if self.order.len() >= NOTIFICATIONS || !notification.fits() => self.trust_nothing(),
+            notification if self.order.len() >= NOTIFICATIONS || !notification.fits() => {
+                Limit::Notifications.reached();
+                self.trust_nothing();
+            }
             Notification::InvalInode { nodeid, contents } => {
                 self.inodes.insert(nodeid, contents);
                 self.order.push_back(Key::Inode(nodeid));
@@ -167,6 +169,7 @@ impl Pending {
     fn add_event(&mut self, event: FsEvent) {
         let FsEvent { nodeid, child, mask, cookie, name } = event;
         if self.lost || self.events.len() >= NOTIFIED_EVENTS || !Notification::Event(event).fits() {
+            Limit::NotifiedEvents.reached();
             self.lost = true;
             return;
         }
@@ -264,6 +267,11 @@ impl Notifier {
         self.pending.lock().len()
     }
 
+    /// How many of each kind the guest was sent.
+    pub fn sent(&self) -> impl Iterator<Item = (String, u64)> {
+        Kind::ALL.iter().zip(&self.sent).map(|(kind, sent)| (format!("{kind:?}"), sent.load(Ordering::Relaxed)))
+    }
+
     /// Sends the next notification by `write`, which returns false if the message does not fit. Returns its length; 0
     /// if nothing was sent.
     fn send(&self, message: &mut Vec<u8>, write: impl FnOnce(&[u8]) -> bool) -> usize {
@@ -308,18 +316,6 @@ impl Sink for Notifier {
 
     fn clear(&self) {
         *self.pending.lock() = Pending::default();
-    }
-}
-
-/// In Prometheus' text format: how many of each kind the guest was sent.
-impl fmt::Display for Notifier {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        writeln!(f, "# HELP thruway_notifications_total FUSE notifications to the guest")?;
-        writeln!(f, "# TYPE thruway_notifications_total counter")?;
-        for (kind, sent) in Kind::ALL.iter().zip(&self.sent) {
-            writeln!(f, "thruway_notifications_total{{kind=\"{kind:?}\"}} {}", sent.load(Ordering::Relaxed))?;
-        }
-        Ok(())
     }
 }
 

@@ -1,7 +1,8 @@
 //! Where a request came from: the work that the queue's worker does not do itself, and the way back of a late reply.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::time::Instant;
 
 use parking_lot::Mutex;
 use rustix::io::Errno;
@@ -9,6 +10,7 @@ use rustix::io::Errno;
 use super::chain::{self, Loaded, Segment, Used};
 use super::crowd::Crowd;
 use super::handler::Handler;
+use super::monitor::Tally;
 use super::pool::{self, Pools};
 use super::region::LoadedMemory;
 use super::ring::Ring;
@@ -16,6 +18,7 @@ use super::uring::Uring;
 use crate::fuse::buf::IoRange;
 use crate::fuse::ops::{Result, Wait};
 use crate::fuse::{Io, Job, Transport, WayBack, Work};
+use crate::limits::Limit;
 
 /// What serves requests, and the threads for those that wait.
 pub struct Service<H> {
@@ -35,6 +38,8 @@ pub struct Origin<'a, H> {
     pub uring: Option<&'a Mutex<Uring>>,
     /// The worker's. `None` on a thread that may wait.
     pub crowd: Option<&'a mut Crowd>,
+    /// Where the worker counts. `None` on another thread.
+    pub tally: Option<&'a Tally>,
     /// The chain goes back with a late reply.
     pub left: bool,
 }
@@ -60,12 +65,14 @@ impl<H: Handler> Origin<'_, H> {
     }
 
     /// Serves the request anew on a thread that waits for the host's file system. The thread needs only the chain's
-    /// head.
-    fn hand_over(&self) {
+    /// head. `since`: when the request began.
+    fn hand_over(&self, since: Option<Instant>) {
+        self.tally.inspect(|tally| tally.handed_over());
         let (service, head, busy) = (self.service.clone(), self.head, self.ring.occupy());
         self.work(Box::new(move || {
             let (mem, table) = busy.table();
             let (mut work, mut segments) = (Work::default(), Vec::new());
+            work.since = since;
             let (mut loaded, fault) = chain::load(&mem, table, head, &mut work, &mut segments);
             let ring = busy.ring();
             let mut origin = Origin {
@@ -76,6 +83,7 @@ impl<H: Handler> Origin<'_, H> {
                 mem: &mem,
                 uring: None,
                 crowd: None,
+                tally: None,
                 left: false,
             };
             let written = origin.serve(&mut loaded, fault);
@@ -103,17 +111,19 @@ impl<H: Handler> Transport for Origin<'_, H> {
             return;
         }
         self.left = true;
+        let since = io.meter.since();
         let begin =
             |uring: &Mutex<Uring>| uring.lock().begin(io, data.as_slice(), self.head, self.segments, self.mem.clone());
-        if !self.uring.is_some_and(begin) {
-            self.hand_over();
+        match self.uring.is_some_and(begin) {
+            true => drop(self.tally.inspect(|tally| tally.submitted())),
+            false => self.hand_over(since),
         }
     }
 
-    fn serve_anew(&mut self) {
+    fn serve_anew(&mut self, since: Option<Instant>) {
         if !self.may_wait() {
             self.left = true;
-            self.hand_over();
+            self.hand_over(since);
         }
     }
 
@@ -130,6 +140,7 @@ impl<H: Handler> Transport for Origin<'_, H> {
     }
 
     fn run(&mut self, wait: Wait, job: Job) -> Result<()> {
+        self.tally.inspect(|tally| tally.handed_over());
         let pool = match wait {
             Wait::Host => {
                 let promise = self.ring.promise(self.head, self.segments);
@@ -144,12 +155,18 @@ impl<H: Handler> Transport for Origin<'_, H> {
             Wait::Lock => &self.service.pools.locks,
         };
         let (waits, back) = (Waits::new(&self.service.waiting), self.detach());
+        let lock = (wait == Wait::Lock).then(|| Locked::new(self.ring.locks()));
         let back = Box::new(move |reply| {
+            // Who counts requests that wait for no lock may count one too many, but none too few.
+            drop(lock);
             back(reply);
             // First give the reply to the ring, then say that the request does not wait any more.
             drop(waits);
         });
         self.left = pool.run(Box::new(move || job(back, &AtomicBool::new(false)))).is_ok();
+        if !self.left {
+            Limit::LockThreads.reached();
+        }
         if self.left { Ok(()) } else { Err(Errno::AGAIN) }
     }
 }
@@ -167,5 +184,21 @@ impl Waits {
 impl Drop for Waits {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// One of the requests of a ring that wait for a lock.
+struct Locked(Arc<AtomicU32>);
+
+impl Locked {
+    fn new(locks: &Arc<AtomicU32>) -> Self {
+        locks.fetch_add(1, Ordering::SeqCst);
+        Self(locks.clone())
+    }
+}
+
+impl Drop for Locked {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
     }
 }

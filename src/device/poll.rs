@@ -78,9 +78,9 @@ impl Poll {
         self.wanted = true;
     }
 
-    /// The ring was not empty.
-    pub fn found(&mut self) {
-        self.since = None;
+    /// The ring was not empty. Whether it had been polled.
+    pub fn found(&mut self) -> bool {
+        self.since.take().is_some()
     }
 
     /// The worker goes to sleep.

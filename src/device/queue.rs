@@ -10,6 +10,7 @@ use vm_memory::GuestAddressSpace;
 use super::chain::{self, Table, Used};
 use super::crowd::HOLDS_UP;
 use super::handler::Handler;
+use super::monitor::{Monitor, Tally};
 use super::notify::{self, Notifier};
 use super::origin::{Origin, Service};
 use super::region::{GuestMemory, LoadedMemory};
@@ -34,6 +35,7 @@ pub struct Workers<H> {
     pub poll: Duration,
     /// What the notification queue sends.
     pub notifier: Option<Arc<Notifier>>,
+    pub monitor: Arc<Monitor>,
 }
 
 /// What a queue is for.
@@ -63,6 +65,7 @@ impl<H: Handler> Workers<H> {
         role.name_thread();
         let mut worker = ring.worker();
         let scratch = self.scratch(&mut worker, index);
+        let tally = self.monitor.tally(index);
         if role == Role::HighPriority {
             // Nobody waits for the requests of this queue, so it is not polled.
             std::thread::sleep(GATHER);
@@ -72,17 +75,25 @@ impl<H: Handler> Workers<H> {
         loop {
             scratch.reap();
             let mem = self.mem.memory();
+            if self.monitor.is_held() {
+                // The end of the hold wakes the worker.
+                ring.flush(&mem, &mut scratch.used);
+                return scratch.poll.rest();
+            }
             let rest = scratch.poll.is_over();
             let table = ring.exchange(index, &mem, &mut scratch.used, &mut scratch.heads, BATCH, rest);
             if scratch.heads.is_empty() {
                 if rest {
+                    tally.slept();
                     return scratch.poll.rest();
                 }
                 scratch.poll.pause();
                 continue;
             }
-            scratch.poll.found();
-            self.serve_batch(ring, &mem, table, scratch);
+            if scratch.poll.found() {
+                tally.found();
+            }
+            self.serve_batch(ring, &mem, table, scratch, tally);
             if self.closing.load(Ordering::Relaxed) {
                 return ring.flush(&mem, &mut scratch.used);
             }
@@ -94,7 +105,7 @@ impl<H: Handler> Workers<H> {
         worker.get_or_insert_with(|| Box::new(Scratch::new(self.urings.of(index).cloned())))
     }
 
-    fn serve_batch(&self, ring: &Arc<Ring>, mem: &LoadedMemory, table: Table, scratch: &mut Scratch) {
+    fn serve_batch(&self, ring: &Arc<Ring>, mem: &LoadedMemory, table: Table, scratch: &mut Scratch, tally: &Tally) {
         let Scratch { work, segments, heads, used, uring, crowd, .. } = scratch;
         let (service, uring) = (&self.service, uring.as_deref());
         let mut moved = 0;
@@ -103,7 +114,17 @@ impl<H: Handler> Workers<H> {
             let (mut loaded, fault) = chain::load(mem, table, head, work, segments);
             let sent = loaded.work.readable.len();
             moved += sent;
-            let mut origin = Origin { service, ring, head, segments, mem, uring, crowd: Some(crowd), left: false };
+            let mut origin = Origin {
+                service,
+                ring,
+                head,
+                segments,
+                mem,
+                uring,
+                crowd: Some(crowd),
+                tally: Some(tally),
+                left: false,
+            };
             let written = origin.serve(&mut loaded, fault);
             drop(loaded);
             let Some(written) = written else {

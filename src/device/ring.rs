@@ -4,7 +4,7 @@
 use std::fmt;
 use std::fs::File;
 use std::io;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
@@ -42,6 +42,8 @@ pub struct Ring {
     stopping: AtomicBool,
     /// To be woken when the ring starts. The driver may have offered chains before that, and not say so again.
     waits: OnceLock<Arc<Notifier>>,
+    /// Requests that wait for a lock.
+    locks: Arc<AtomicU32>,
 }
 
 /// The chains that the device has taken and not given back.
@@ -106,6 +108,36 @@ impl Ring {
     /// Waits for the worker to leave the ring, and keeps it out.
     pub fn worker(&self) -> MutexGuard<'_, Option<Box<Scratch>>> {
         self.worker.lock()
+    }
+
+    /// As [`worker`](Self::worker), but `None` if the worker is in the ring.
+    pub fn try_worker(&self) -> Option<MutexGuard<'_, Option<Box<Scratch>>>> {
+        self.worker.try_lock()
+    }
+
+    /// The number of chains that were taken and not given back.
+    pub fn in_flight(&self) -> u32 {
+        self.heads.lock().taken.iter().map(|word| word.count_ones()).sum()
+    }
+
+    /// The number of requests that wait for a lock.
+    pub fn waits_for_lock(&self) -> u32 {
+        self.locks.load(Ordering::SeqCst)
+    }
+
+    /// Where requests that wait for a lock are counted.
+    pub fn locks(&self) -> &Arc<AtomicU32> {
+        &self.locks
+    }
+
+    /// Whether its driver broke the rules.
+    pub fn is_broken(&self) -> bool {
+        self.heads.lock().ended
+    }
+
+    /// Its length.
+    pub fn size(&self) -> u16 {
+        self.vring.get_ref().get_queue().size()
     }
 
     /// Gives `used` back to the driver, notifies it if it wants that, and takes up to `most` chain heads. Returns the
@@ -427,6 +459,7 @@ impl VringT<GuestMemory> for Vring {
             idle: Condvar::new(),
             stopping: AtomicBool::new(false),
             waits: OnceLock::new(),
+            locks: Arc::default(),
         })))
     }
 

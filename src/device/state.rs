@@ -10,9 +10,28 @@ use parking_lot::Mutex;
 /// Longest state that is accepted, in bytes: enough for 40 million inodes with paths of 70 bytes.
 const MAX_STATE: u64 = 4 << 30;
 
+/// How far the last transfer is.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Progress {
+    /// There was none.
+    #[default]
+    None,
+    /// The session goes to another daemon.
+    Saving,
+    /// It has gone there.
+    Saved,
+    /// A session comes from another daemon.
+    Loading,
+    /// It has come.
+    Loaded,
+    /// With the reason.
+    Failed(String),
+}
+
 /// A connection's transfer, which runs on a thread of its own.
 #[derive(Default)]
 pub struct Transfer {
+    progress: Arc<Mutex<Progress>>,
     thread: Mutex<Option<JoinHandle<io::Result<()>>>>,
     /// The connection is over. Locked while a session is loaded.
     cancelled: Arc<Mutex<bool>>,
@@ -25,12 +44,17 @@ pub fn refuse(why: &str) -> io::Error {
 }
 
 impl Transfer {
+    /// None is under way. `progress` tells others of it.
+    pub fn new(progress: Arc<Mutex<Progress>>) -> Self {
+        Self { progress, ..Self::default() }
+    }
+
     /// Writes the result of `save` to `file`.
     ///
     /// # Errors
     /// If another transfer is under way, or no thread can be started.
     pub fn save(&self, mut file: File, save: impl FnOnce() -> io::Result<Vec<u8>> + Send + 'static) -> io::Result<()> {
-        self.start("save", move || {
+        self.start("save", Progress::Saving, Progress::Saved, move || {
             let state = save()?;
             file.write_all(&state)?;
             tracing::info!("the session is saved ({} bytes)", state.len());
@@ -44,7 +68,7 @@ impl Transfer {
     /// As [`save`](Self::save).
     pub fn load(&self, file: File, load: impl FnOnce(&[u8]) -> io::Result<()> + Send + 'static) -> io::Result<()> {
         let cancelled = self.cancelled.clone();
-        self.start("load", move || {
+        self.start("load", Progress::Loading, Progress::Loaded, move || {
             let mut state = Vec::new();
             // One more byte, to notice a state that is too long.
             file.take(MAX_STATE + 1).read_to_end(&mut state)?;
@@ -61,12 +85,24 @@ impl Transfer {
         })
     }
 
-    fn start(&self, what: &'static str, work: impl FnOnce() -> io::Result<()> + Send + 'static) -> io::Result<()> {
+    fn start(
+        &self,
+        what: &'static str,
+        begun: Progress,
+        done: Progress,
+        work: impl FnOnce() -> io::Result<()> + Send + 'static,
+    ) -> io::Result<()> {
         let mut thread = self.thread.lock();
         if thread.as_ref().is_some_and(|thread| !thread.is_finished()) {
             return Err(refuse("another one is under way"));
         }
-        let work = move || work().inspect_err(|e| tracing::error!("cannot {what} the session: {e}"));
+        let progress = self.progress.clone();
+        *progress.lock() = begun;
+        let work = move || {
+            let end = work().inspect_err(|e| tracing::error!("cannot {what} the session: {e}"));
+            *progress.lock() = end.as_ref().map_or_else(|e| Progress::Failed(e.to_string()), |()| done);
+            end
+        };
         *thread = Some(Builder::new().name("thruway-state".into()).spawn(work)?);
         Ok(())
     }

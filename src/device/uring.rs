@@ -25,7 +25,11 @@ const ENTRIES: u32 = URING_REQUESTS as u32 / 2;
 
 /// An io_uring for each request queue, but no more than there are CPUs, and one more: which queue is the notification
 /// queue is known only when the driver is.
-pub struct Urings(Vec<Arc<Mutex<Uring>>>);
+pub struct Urings {
+    rings: Vec<Arc<Mutex<Uring>>>,
+    /// Why there is none.
+    why: Option<String>,
+}
 
 impl Urings {
     /// Makes up to `queues` io_urings. If the host has no io_uring, logs that and makes none.
@@ -33,20 +37,28 @@ impl Urings {
         let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let uring = |_| Uring::new().map(|uring| Arc::new(Mutex::new(uring)));
         let made = (0..usize::from(queues).min(cpus + 1)).map(uring).collect::<io::Result<_>>();
-        Self(made.unwrap_or_else(|e| {
-            tracing::info!("the host has no io_uring ({e}): reads that wait for a disk use threads");
-            Vec::new()
-        }))
+        match made {
+            Ok(rings) => Self { rings, why: None },
+            Err(e) => {
+                tracing::info!("the host has no io_uring ({e}): reads that wait for a disk use threads");
+                Self { rings: Vec::new(), why: Some(e.to_string()) }
+            }
+        }
     }
 
     /// No io_uring: reads that wait use threads.
     pub fn none() -> Self {
-        Self(Vec::new())
+        Self { rings: Vec::new(), why: Some("it is not used".into()) }
+    }
+
+    /// Why there is no io_uring, if there is none.
+    pub fn why_not(&self) -> Option<&str> {
+        self.why.as_deref()
     }
 
     /// The io_uring of a queue. Queue 0, the high priority queue, has none.
     pub fn of(&self, queue: usize) -> Option<&Arc<Mutex<Uring>>> {
-        self.0.get(queue.checked_sub(1)?)
+        self.rings.get(queue.checked_sub(1)?)
     }
 }
 

@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use super::inode::{Inode, Places};
 use crate::fuse::notify::{FsEvent, Sink};
 use crate::fuse::ops::Result;
-use crate::limits::WATCHED_NODES;
+use crate::limits::{Limit, WATCHED_NODES};
 use crate::watch::Change;
 
 /// Masks of include/linux/fsnotify_backend.h, which has the numbers of fanotify(7)'s.
@@ -57,6 +57,7 @@ impl Watchers {
     pub fn set(&self, inode: &Arc<Inode>, mask: u32) -> Result<()> {
         let mut nodes = self.nodes.write();
         if nodes.len() >= WATCHED_NODES && !nodes.contains_key(&inode.id) {
+            Limit::WatchedNodes.reached();
             return Err(Errno::NOSPC);
         }
         nodes.insert(inode.id, Watched { mask, inode: inode.clone() });

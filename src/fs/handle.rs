@@ -103,8 +103,14 @@ impl Listings {
     /// `None` if there are too many.
     pub fn keep(self: &Arc<Self>) -> Option<Listing> {
         let more = |kept| (kept < limits::LISTINGS).then_some(kept + 1);
-        self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).ok()?;
-        Some(Listing(self.clone()))
+        let kept = self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
+        match kept {
+            Ok(_) => Some(Listing(self.clone())),
+            Err(_) => {
+                limits::Limit::Listings.reached();
+                None
+            }
+        }
     }
 
     #[cfg(test)]
@@ -218,6 +224,12 @@ impl Handles {
             None if slot.lost == Some(node) && slot.generation == (fh >> 32) as u32 => Err(Errno::IO),
             _ => Err(Errno::BADF),
         }
+    }
+
+    /// The number of handles.
+    pub fn len(&self) -> usize {
+        let free = self.free.lock();
+        free.used as usize - free.slots.len()
     }
 
     /// Calls `each` with each `fh`, and with its handle or, if a migration lost it, with its nodeid.

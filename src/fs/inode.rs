@@ -386,6 +386,16 @@ impl Inode {
         Ok(())
     }
 
+    /// How the daemon gets at its file now.
+    pub fn place(&self) -> RwLockReadGuard<'_, Place> {
+        self.place.read_recursive()
+    }
+
+    /// Calls `f` with the spare descriptor, if there is one.
+    pub fn with_spare<R>(&self, f: impl FnOnce(BorrowedFd) -> R) -> Option<R> {
+        self.spare.read_recursive().as_ref().map(|spare| f(spare.fd()))
+    }
+
     /// Whether only READDIRPLUS has named it, and nothing has used it.
     pub fn is_lazy(&self) -> bool {
         matches!(*self.place.read_recursive(), Place::Name(..))
@@ -500,6 +510,7 @@ impl Places {
         if fd.as_raw_fd() < self.end {
             return Ok(());
         }
+        limits::Limit::Descriptors.reached();
         tracing::warn!("the guest has {} files open: more are refused (--rlimit-nofile)", self.end);
         Err(Errno::NFILE)
     }

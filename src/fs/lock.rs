@@ -152,7 +152,11 @@ impl Posix {
     /// ENOLCK if the guest has too many locks.
     fn have_room(&self) -> Result<()> {
         // A lock within another range makes three of it.
-        if self.count + 2 < limits::LOCKS { Ok(()) } else { Err(Errno::NOLCK) }
+        if self.count + 2 < limits::LOCKS {
+            return Ok(());
+        }
+        limits::Limit::Locks.reached();
+        Err(Errno::NOLCK)
     }
 
     /// Notes that the owner's range is now locked or not.

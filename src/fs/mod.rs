@@ -24,6 +24,7 @@ mod migration;
 mod name;
 mod opens;
 mod path;
+mod report;
 mod sys;
 #[cfg(test)]
 mod tests;
@@ -60,6 +61,7 @@ use inode::Places;
 use inodes::Inodes;
 use lease::{Leases, Teller};
 use lock::Locks;
+pub use report::{InodeFacts, InodeOrder};
 #[cfg(test)]
 pub(crate) use sys::{file_id, truncate};
 
@@ -90,6 +92,8 @@ pub struct PassthroughFs {
     leases: Leases,
     /// What processes of the guest watch.
     watchers: Arc<Watchers>,
+    /// Why files are not named by handle.
+    why_no_handles: Option<String>,
 }
 
 impl PassthroughFs {
@@ -101,6 +105,7 @@ impl PassthroughFs {
         cred::enter_thread(proc_self_fd.as_fd());
         sys::catch_interrupt()?;
         sys::ignore_lease_signal()?;
+        let mut why_no_handles = Some("--inode-file-handles=never".to_owned());
         if config.inode_file_handles != FileHandles::Never {
             // The root stays a descriptor. This finds out whether handles work at all.
             let tried = file_handle::Mounts::default().handle(root.as_fd());
@@ -109,8 +114,9 @@ impl PassthroughFs {
                 (Err(errno), _) => {
                     tracing::info!("no file handles here ({errno}): inodes are held by descriptor");
                     config.inode_file_handles = FileHandles::Never;
+                    why_no_handles = Some(errno.to_string());
                 }
-                _ => {}
+                _ => why_no_handles = None,
             }
         }
         let timeout = match config.cache {
@@ -141,6 +147,7 @@ impl PassthroughFs {
             notifier: Arc::new(Silent),
             clock: sys::file_clock,
             leases: Leases::default(),
+            why_no_handles,
             config,
         })
     }

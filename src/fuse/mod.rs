@@ -14,13 +14,14 @@ mod state;
 mod transport;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::Instant;
 
 use rustix::io::Errno;
 
 use abi::*;
 use buf::IoVecs;
-use metrics::Counters;
+use metrics::{Counters, Meter, Shard};
 use ops::*;
 pub use reply::Reply;
 use request::Request;
@@ -41,6 +42,8 @@ pub struct Server<F> {
     /// What INIT settled ([`InitFlags`]), or `CLOSED`.
     session: Arc<AtomicU64>,
     counters: Arc<Counters>,
+    /// The guest's minor version. 0 if it is not known.
+    minor: AtomicU32,
 }
 
 /// There is no session. Bit 63 is not a flag that the daemon ever sets.
@@ -53,14 +56,36 @@ pub struct Work {
     pub readable: IoVecs,
     /// The chain's device-writable slices, filled by the transport.
     pub writable: IoVecs,
+    /// When the request began, if it is measured and the work on it goes on here.
+    pub since: Option<Instant>,
     args: Vec<u8>,
     out: Vec<u8>,
+    /// Where its worker counts.
+    shard: Option<Arc<Shard>>,
 }
 
 impl<F: FileSystem> Server<F> {
     /// A server without a session.
     pub fn new(fs: F) -> Self {
-        Self { fs: Arc::new(fs), session: Arc::new(AtomicU64::new(CLOSED)), counters: Arc::default() }
+        let session = Arc::new(AtomicU64::new(CLOSED));
+        Self { fs: Arc::new(fs), session, counters: Arc::default(), minor: AtomicU32::new(0) }
+    }
+
+    /// The file system.
+    pub fn fs(&self) -> &Arc<F> {
+        &self.fs
+    }
+
+    /// Prepares the calling thread for the file system.
+    pub fn enter_thread(&self) {
+        self.fs.enter_thread();
+    }
+
+    /// What INIT settled, if there is a session, and the guest's minor version if it is known.
+    pub fn session(&self) -> Option<(InitFlags, Option<u32>)> {
+        let session = self.session.load(Ordering::Acquire);
+        let minor = self.minor.load(Ordering::Relaxed);
+        (session != CLOSED).then(|| (InitFlags::from_bits_truncate(session), (minor > 0).then_some(minor)))
     }
 
     /// The requests so far.
@@ -72,12 +97,22 @@ impl<F: FileSystem> Server<F> {
     /// or if it comes later by `from`. Never panics, whatever the guest wrote.
     pub fn handle(&self, work: &mut Work, from: &mut dyn Transport) -> usize {
         self.fs.enter_thread();
-        let Work { readable, writable, args, out } = work;
+        let Work { readable, writable, args, out, since, shard } = work;
         let (unique, request) = match Request::read(readable, args) {
             Ok(request) => (request.header.unique, Ok(request)),
             Err((unique, errno)) => (unique, Err(errno)),
         };
-        let mut reply = Reply::new(unique, writable, out, from);
+        let opcode = request.as_ref().ok().and_then(|request| Opcode::from_u32(request.header.opcode));
+        let counters = &self.counters;
+        let (shard, since) = match from.may_wait() {
+            true => (counters.shared(), since.take()),
+            false => {
+                let shard = shard.get_or_insert_with(|| counters.shard());
+                let since = opcode.and_then(|opcode| shard.begin(opcode));
+                (&**shard, since)
+            }
+        };
+        let mut reply = Reply::new(unique, writable, out, from, Meter { counters, shard, opcode, since, bytes: 0 });
         let result = request.and_then(|mut request| self.dispatch(&mut request, &mut reply));
         reply.finish(result)
     }
@@ -101,10 +136,6 @@ impl<F: FileSystem> Server<F> {
             return Err(Errno::INVAL);
         }
         let opcode = opcode.ok_or(Errno::NOSYS)?;
-        if !reply.may_wait() {
-            // If it may wait, a worker has counted it.
-            self.counters.add(opcode);
-        }
         if opcode == Opcode::Init {
             return self.init(request, reply);
         }
@@ -140,6 +171,7 @@ impl<F: FileSystem> Server<F> {
         }
         // A guest that was reset, for example, has sent no DESTROY.
         self.reset();
+        self.minor.store(compat.minor, Ordering::Relaxed);
         let Session { flags, map_alignment } = self.fs.init(InitFlags::from_bits_truncate(offered))?;
         let out = move |flags: InitFlags| {
             tracing::debug!(minor = compat.minor, ?flags, "session");

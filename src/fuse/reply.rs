@@ -9,6 +9,7 @@ use zerocopy::{Immutable, IntoBytes};
 
 use super::abi::*;
 use super::buf::{IoRange, IoVecs};
+use super::metrics::{LateMeter, Meter};
 use super::transport::{HEADER, Io, Result, Transport, Wait, WayBack};
 
 /// Longest directory listing or xattr that is collected in bytes: the guest asks for at most its max_pages.
@@ -27,9 +28,9 @@ pub struct Reply<'a> {
 
 enum To<'a> {
     /// The guest's memory.
-    Place { writable: &'a mut IoVecs, scratch: &'a mut Vec<u8>, from: &'a mut dyn Transport },
+    Place { writable: &'a mut IoVecs, scratch: &'a mut Vec<u8>, from: &'a mut dyn Transport, meter: Meter<'a> },
     /// Another thread than the worker's. The buffer begins with room for the header.
-    Later { buffer: Vec<u8>, back: WayBack },
+    Later { buffer: Vec<u8>, back: WayBack, meter: LateMeter },
     /// There is nothing to answer, or somebody else answers.
     Nowhere,
 }
@@ -40,13 +41,18 @@ impl<'a> Reply<'a> {
         writable: &'a mut IoVecs,
         scratch: &'a mut Vec<u8>,
         from: &'a mut dyn Transport,
+        meter: Meter<'a>,
     ) -> Self {
-        Self { unique, to: To::Place { writable, scratch, from }, len: HEADER }
+        Self { unique, to: To::Place { writable, scratch, from, meter }, len: HEADER }
     }
 
     /// A reply that another thread may give. `unique`: the request's.
     pub fn late(unique: u64, back: WayBack) -> Self {
-        Self { unique, to: To::Later { buffer: vec![0; HEADER], back }, len: HEADER }
+        Self::measured(unique, back, LateMeter::default())
+    }
+
+    fn measured(unique: u64, back: WayBack, meter: LateMeter) -> Self {
+        Self { unique, to: To::Later { buffer: vec![0; HEADER], back, meter }, len: HEADER }
     }
 
     /// Adds a structure.
@@ -70,11 +76,20 @@ impl<'a> Reply<'a> {
 
     /// Adds up to `size` bytes that `read` puts into guest memory. False if `read` would have to wait for them.
     pub fn fill(&mut self, size: usize, read: impl FnOnce(&IoRange) -> Result<Option<usize>>) -> Result<bool> {
-        let To::Place { writable, .. } = &mut self.to else { return Err(Errno::IO) };
+        let To::Place { writable, meter, .. } = &mut self.to else { return Err(Errno::IO) };
         let range = writable.range(self.len..self.len.saturating_add(size));
         let done = read(&range)?;
-        self.len += done.unwrap_or(0).min(range.len());
+        let bytes = done.unwrap_or(0).min(range.len());
+        meter.bytes = bytes as u64;
+        self.len += bytes;
         Ok(done.is_some())
+    }
+
+    /// Notes that so many bytes were written.
+    pub fn wrote(&mut self, bytes: usize) {
+        if let To::Place { meter, .. } = &mut self.to {
+            meter.bytes = bytes as u64;
+        }
     }
 
     /// Adds what `f` writes to the scratch buffer.
@@ -140,8 +155,8 @@ impl<'a> Reply<'a> {
 
     /// Leaves it to the transport to read `size` bytes from `offset` on and to answer. `long`: see [`Io`].
     pub fn read_elsewhere(&mut self, file: OwnedFd, offset: u64, size: usize, long: bool) {
-        if let To::Place { writable, from, .. } = &mut self.to {
-            let io = Io { unique: self.unique, file, offset, write: false, long };
+        if let To::Place { writable, from, meter, .. } = &mut self.to {
+            let io = Io { unique: self.unique, file, offset, write: false, long, meter: meter.detach() };
             from.io(io, &writable.range(HEADER..HEADER.saturating_add(size)));
         }
         self.to = To::Nowhere;
@@ -149,16 +164,17 @@ impl<'a> Reply<'a> {
 
     /// See [`Transport::serve_anew`].
     pub fn serve_anew(&mut self) {
-        if let To::Place { from, .. } = &mut self.to {
-            from.serve_anew();
+        if let To::Place { from, meter, .. } = &mut self.to {
+            from.serve_anew(meter.since);
         }
         self.to = To::Nowhere;
     }
 
     /// Leaves it to the transport to write `data` at `offset` and to answer.
     pub fn write_elsewhere(&mut self, file: OwnedFd, offset: u64, data: &IoRange) {
-        if let To::Place { from, .. } = &mut self.to {
-            from.io(Io { unique: self.unique, file, offset, write: true, long: true }, data);
+        if let To::Place { from, meter, .. } = &mut self.to {
+            let io = Io { unique: self.unique, file, offset, write: true, long: true, meter: meter.detach() };
+            from.io(io, data);
         }
         self.to = To::Nowhere;
     }
@@ -166,8 +182,8 @@ impl<'a> Reply<'a> {
     /// Takes the reply to another thread. It starts empty there. What is added here afterwards is ignored.
     pub fn detach(&mut self) -> Reply<'static> {
         match std::mem::replace(&mut self.to, To::Nowhere) {
-            To::Place { from, .. } => Reply::late(self.unique, from.detach()),
-            To::Later { back, .. } => Reply::late(self.unique, back),
+            To::Place { from, meter, .. } => Reply::measured(self.unique, from.detach(), meter.detach()),
+            To::Later { back, meter, .. } => Reply::measured(self.unique, back, meter),
             To::Nowhere => Reply { unique: self.unique, to: To::Nowhere, len: HEADER },
         }
     }
@@ -188,11 +204,12 @@ impl<'a> Reply<'a> {
         serve: impl FnOnce(&mut Reply, &AtomicBool) -> Result<()> + Send + 'static,
     ) -> Result<()> {
         let unique = self.unique;
-        let To::Place { from, .. } = &mut self.to else { return serve(self, &AtomicBool::new(false)) };
+        let To::Place { from, meter, .. } = &mut self.to else { return serve(self, &AtomicBool::new(false)) };
+        let meter = meter.detach();
         from.run(
             wait,
             Box::new(move |back, stop| {
-                let mut reply = Reply::late(unique, back);
+                let mut reply = Reply::measured(unique, back, meter);
                 let result = serve(&mut reply, stop);
                 reply.finish(result);
             }),
@@ -217,11 +234,13 @@ impl<'a> Reply<'a> {
         let len = if error == 0 { self.len } else { HEADER };
         let header = OutHeader { len: len as u32, error, unique: self.unique };
         match std::mem::replace(&mut self.to, To::Nowhere) {
-            To::Place { writable, .. } => {
+            To::Place { writable, meter, .. } => {
+                meter.end(error);
                 let fits = writable.write_at(0, header.as_bytes()) == HEADER;
                 return if fits { len } else { 0 };
             }
-            To::Later { mut buffer, back } => {
+            To::Later { mut buffer, back, meter } => {
+                meter.end(error, 0);
                 buffer.truncate(len);
                 buffer[..HEADER].copy_from_slice(header.as_bytes());
                 back(buffer);

@@ -66,6 +66,7 @@ impl<F: FileSystem> Server<F> {
             return if rest.is_empty() { Ok(()) } else { Err(invalid("bytes follow the end of the state")) };
         }
         let flags = InitFlags::from_bits(session).ok_or_else(|| invalid("the session has unknown features"))?;
+        self.minor.store(0, Ordering::Relaxed);
         self.fs.load(flags, rest)?;
         self.session.store(session, Ordering::Release);
         Ok(())

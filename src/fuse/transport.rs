@@ -2,12 +2,14 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicBool;
+use std::time::Instant;
 
 use rustix::io::Errno;
 use zerocopy::IntoBytes;
 
 use super::abi::*;
 use super::buf::IoRange;
+use super::metrics::LateMeter;
 
 /// Length of a reply's header in bytes.
 pub(super) const HEADER: usize = size_of::<OutHeader>();
@@ -35,8 +37,9 @@ pub trait Transport: Send {
     fn may_wait(&self) -> bool;
     /// Moves `data` between guest memory and a file, and answers the request.
     fn io(&mut self, io: Io, data: &IoRange);
-    /// Serves the request again from its beginning on a thread that may wait. Nothing may have come of it yet.
-    fn serve_anew(&mut self);
+    /// Serves the request again from its beginning on a thread that may wait. Nothing may have come of it yet. `since`:
+    /// when it began, if it is measured.
+    fn serve_anew(&mut self, since: Option<Instant>);
     /// The way back for a reply that comes from another thread. The length that
     /// [`Server::handle`](super::Server::handle) returns is then ignored.
     fn detach(&mut self) -> WayBack;
@@ -66,6 +69,8 @@ pub struct Io {
     pub write: bool,
     /// The data is in memory, but takes long to copy. Otherwise the transfer waits for the host's file system.
     pub long: bool,
+    /// Measures the request.
+    pub meter: LateMeter,
 }
 
 impl Io {
@@ -73,6 +78,7 @@ impl Io {
     /// errno.
     pub fn reply(&self, result: i32) -> (Vec<u8>, u32) {
         let bytes = result.max(0) as u32;
+        self.meter.end(result.min(0), bytes.into());
         let body = WriteOut { size: bytes, padding: 0 };
         let body = if self.write && result >= 0 { body.as_bytes() } else { &[] };
         let rest = if self.write { body.len() as u32 } else { bytes };

@@ -107,13 +107,18 @@ const CONDITIONAL: &[Condition] = &[
 /// The mask of a condition in which all 32 bits of the argument count.
 pub const ANY: u64 = u32::MAX as u64;
 
-/// Installs the daemon's filter for all threads, for good. `syslog`: also allow the calls that logging to syslog needs.
+/// What logging to syslog and the control socket need besides: send(2) on a connected socket, which is sendto(2) with
+/// an address of no length.
+const SENDS: &[Condition] = &[(SYS_sendto, 5, ANY, 0)];
+
+/// Installs the daemon's filter for all threads, for good. `sends`: also allow what logging to syslog and the control
+/// socket need.
 ///
 /// # Errors
 /// [`Error::Other`] if the kernel has no seccomp filters.
-pub fn apply(action: Action, syslog: bool) -> Result<(), Error> {
-    let syslog: &[c_long] = if syslog { &[SYS_sendto] } else { &[] };
-    apply_list(action, &[ALLOWED, &[syslog]].concat(), CONDITIONAL)
+pub fn apply(action: Action, sends: bool) -> Result<(), Error> {
+    let sends = if sends { SENDS } else { &[] };
+    apply_list(action, ALLOWED, &[CONDITIONAL, sends].concat())
 }
 
 /// Installs a filter that allows only these calls, for all threads, for good.
@@ -182,7 +187,7 @@ mod tests {
         calls.sort_unstable();
         calls.dedup();
         assert_eq!(calls.len(), named);
-        assert!(CONDITIONAL.iter().all(|c| !calls.contains(&c.0)));
+        assert!(CONDITIONAL.iter().chain(SENDS).all(|c| !calls.contains(&c.0)));
     }
 
     #[test]

@@ -120,6 +120,19 @@ pub struct Watch {
     shared: Arc<Shared>,
 }
 
+/// How much is watched.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Watched {
+    /// fanotify marks.
+    pub marks: usize,
+    /// Files and directories of which an event would be told.
+    pub nodes: usize,
+    /// Events that were taken up since the start.
+    pub events: u64,
+    /// Nothing is watched any longer: the host's events cannot be read.
+    pub failed: bool,
+}
+
 struct Shared {
     group: OwnedFd,
     /// Readable once the thread is to end.
@@ -196,6 +209,17 @@ impl Watch {
     /// Events that were taken up so far.
     pub fn handled(&self) -> u64 {
         self.shared.handled.load(Ordering::SeqCst)
+    }
+
+    /// How much is watched now.
+    pub fn watched(&self) -> Watched {
+        let table = self.shared.table.read();
+        Watched {
+            marks: table.marks(),
+            nodes: table.len(),
+            events: self.handled(),
+            failed: self.shared.failed.load(Ordering::Relaxed),
+        }
     }
 
     /// Which events would show a change of this node.
@@ -344,6 +368,7 @@ impl Watch {
 
 impl Shared {
     fn is_full(&self) {
+        limits::Limit::Watches.reached();
         self.full.store(true, Ordering::Relaxed);
         if !self.said.swap(true, Ordering::Relaxed) {
             tracing::warn!(

@@ -12,7 +12,7 @@ use rustix::io::Errno;
 use super::proxy::Event;
 use super::shared::Source;
 use crate::fuse::ops::Answer;
-use crate::limits::WINDOW_JOBS;
+use crate::limits::{Limit, WINDOW_JOBS};
 
 /// A job of the mapper.
 pub enum Job {
@@ -22,6 +22,23 @@ pub enum Job {
     Event(Event, Instant),
     /// The session is over.
     Reset,
+    /// Somebody wants to see what is mapped.
+    Show(Box<dyn FnOnce(Vec<DaxMapping>) + Send>),
+}
+
+/// A mapped range of the DAX window.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DaxMapping {
+    /// Where it is in the window, in bytes.
+    pub at: u64,
+    /// Its file's node.
+    pub node: u64,
+    /// Where it is in the file, in bytes.
+    pub from: u64,
+    /// The guest may store there.
+    pub writable: bool,
+    /// These are the file's own pages.
+    pub through: bool,
 }
 
 /// A job for the DAX window. All are the guest's.
@@ -111,6 +128,7 @@ enum Origin {
 enum Own {
     Event(Event),
     Entry(EntryJob, u32),
+    Show,
 }
 
 impl Job {
@@ -122,6 +140,7 @@ impl Job {
             Self::Slot(SlotJob::Entry(job, index)) => Origin::Daemon(Own::Entry(*job, *index)),
             Self::Event(event, _) => Origin::Daemon(Own::Event(*event)),
             Self::Reset => Origin::Reset,
+            Self::Show(_) => Origin::Daemon(Own::Show),
         }
     }
 
@@ -135,7 +154,7 @@ impl Job {
             Self::Dax(DaxJob::Map { answer, .. } | DaxJob::Unmap { answer, .. } | DaxJob::Vacate { answer, .. })
             | Self::Slot(SlotJob::Start { answer, .. } | SlotJob::Ask { answer, .. }) => answer(Err(Errno::AGAIN)),
             // Its sender answers.
-            Self::Slot(SlotJob::Open { .. } | SlotJob::Entry(..)) | Self::Event(..) | Self::Reset => {}
+            Self::Slot(SlotJob::Open { .. } | SlotJob::Entry(..)) | Self::Event(..) | Self::Reset | Self::Show(_) => {}
         }
     }
 }
@@ -172,7 +191,11 @@ impl Jobs {
         let job = job.into();
         let mut queue = self.queue.lock();
         match job.origin() {
-            Origin::Guest if queue.guests == WINDOW_JOBS => return Err(job),
+            Origin::Guest if queue.guests == WINDOW_JOBS => {
+                drop(queue);
+                Limit::WindowJobs.reached();
+                return Err(job);
+            }
             Origin::Guest => queue.guests += 1,
             Origin::Daemon(own) => {
                 if !queue.waiting.insert(own) {
@@ -273,7 +296,7 @@ mod tests {
             Job::Slot(_) => 11,
             Job::Reset => 12,
             Job::Event(Event::Changed(id), _) => 20 + id,
-            Job::Dax(_) => unreachable!(),
+            Job::Dax(_) | Job::Show(_) => unreachable!(),
         });
         assert_eq!(order.collect::<Vec<_>>(), [1, 2, 3, 11, 12, 21, 22, 23]);
     }

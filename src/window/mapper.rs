@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 
 use super::RANGE;
-use super::jobs::{DaxJob, Job, Jobs};
+use super::jobs::{DaxJob, DaxMapping, Job, Jobs};
 use super::proxy::{Event, Kind, errno};
 use super::shared::{CachedFile, DAX, Mapping, ProxyFiles, Shared, Source, write_back};
 use super::slots::Slots;
@@ -139,7 +139,16 @@ impl Mapper {
                 self.reset();
                 self.slots.iter_mut().for_each(Slots::reset);
             }
+            Job::Show(to) => to(self.dax_mappings()),
         }
+    }
+
+    fn dax_mappings(&self) -> Vec<DaxMapping> {
+        let mapping = |(range, live): (usize, &Option<Live>)| {
+            let Chunk { node, from, kind, writable, .. } = live.as_ref()?.chunk;
+            Some(DaxMapping { at: range as u64 * RANGE, node, from, writable, through: kind == Kind::Through })
+        };
+        self.ranges.iter().enumerate().filter_map(mapping).collect()
     }
 
     fn serve(&mut self, job: DaxJob) {
@@ -409,6 +418,7 @@ impl Mapper {
         self.revoked.insert(node, Instant::now());
         let mapped = self.mapped(node, Kind::Through);
         tracing::debug!(node, "a truncation on the host revokes {} mappings", mapped.len());
+        self.shared.revocations.fetch_add(mapped.len() as u64, Ordering::Relaxed);
         let Ok(file) = self.file(node) else { return };
         // Counts as a mapping until the last one is replaced.
         file.live += 1;

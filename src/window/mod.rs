@@ -26,7 +26,7 @@ pub mod doors;
 
 use std::io;
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Instant;
@@ -35,6 +35,7 @@ use rustix::io::Errno;
 
 use crate::fuse::notify::Sink;
 use crate::fuse::ops::{Answer, Result};
+pub use jobs::DaxMapping;
 use jobs::{DaxJob, Job, Jobs};
 use mapper::Mapper;
 pub use passthrough::{MIN_SIZE, Passthrough, Settings, Writable};
@@ -42,6 +43,7 @@ use shared::{DAX, Shared, WHOLE_FILES, write_back};
 pub use shared::{Facts, Frontend, Mapping, ProxyFiles, Source};
 use slots::Slots;
 pub use space::Stores;
+pub use table::{Entry, EntryState};
 use times::touch;
 
 /// The request of ioctl(2) that tells where a file's blocks are.
@@ -106,7 +108,7 @@ impl Window {
     }
 
     /// Whether there is a frontend that maps.
-    fn is_connected(&self) -> bool {
+    pub fn is_connected(&self) -> bool {
         self.shared.announced.load(Ordering::Acquire) && self.shared.frontend.lock().is_some()
     }
 
@@ -168,15 +170,31 @@ impl Window {
         self.shared.live(DAX).load(Ordering::Relaxed)
     }
 
-    /// Live mappings, in Prometheus' text format.
-    pub fn metrics(&self) -> String {
-        let [dax, whole_files, _] = &self.shared.live;
-        let of = |region, live: &AtomicUsize| {
-            format!("thruway_mappings{{window=\"{region}\"}} {}\n", live.load(Ordering::Relaxed))
-        };
-        "# HELP thruway_mappings Live mappings\n# TYPE thruway_mappings gauge\n".to_owned()
-            + &of("dax", dax)
-            + &of("passthrough", whole_files)
+    /// Live mappings of the DAX window and of the passthrough window.
+    pub fn live_mappings(&self) -> [u64; 2] {
+        [DAX, WHOLE_FILES].map(|region| self.shared.live(region).load(Ordering::Relaxed) as u64)
+    }
+
+    /// How many mappings of the DAX window, and entries of the passthrough window, were taken back.
+    pub fn revocations(&self) -> [u64; 2] {
+        let entries = self.passthrough.as_ref().map_or(0, |passthrough| passthrough.table.revocations());
+        [self.shared.revocations.load(Ordering::Relaxed), entries]
+    }
+
+    /// Bytes of the passthrough window. 0 if there is none.
+    pub fn passthrough_size(&self) -> u64 {
+        self.passthrough.as_ref().map_or(0, |passthrough| passthrough.size())
+    }
+
+    /// Has another thread call `to` with what the DAX window has, by place. If the mapper has such a request already,
+    /// drops `to`.
+    pub fn show(&self, to: impl FnOnce(Vec<DaxMapping>) + Send + 'static) {
+        self.jobs.send(Job::Show(Box::new(to)));
+    }
+
+    /// The entries of the passthrough window that a guest knows, by index.
+    pub fn entries(&self) -> Vec<(u32, Entry)> {
+        self.passthrough.as_ref().map_or(Vec::new(), |passthrough| passthrough.table.known())
     }
 
     /// Maps a file's `len` bytes from `from` on at `at`, in place of what is mapped there. Another thread answers.

@@ -146,6 +146,8 @@ pub struct Shared {
     pub commits: Commits,
     /// Live mappings, by region.
     pub live: [AtomicUsize; 3],
+    /// Mappings of the DAX window that were taken back because of the host.
+    pub revocations: AtomicU64,
     /// Nodes that have mappings in the DAX window.
     pub nodes: DashSet<u64>,
     /// Cached proxy files that are mapped, by nodeid.

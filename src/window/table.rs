@@ -3,7 +3,7 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicU32, Ordering, fence};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
@@ -58,9 +58,15 @@ pub enum EntryState {
     #[default]
     Free,
     /// The guest may use the slot, and store to it if `writable`.
-    Live { writable: bool },
+    Live {
+        /// Whether the guest may store.
+        writable: bool,
+    },
     /// The guest is asked to let go of the slot, which still holds the file.
-    Revoking { writable: bool },
+    Revoking {
+        /// Whether the guest may store until then.
+        writable: bool,
+    },
     /// The guest has no slot: it works by messages.
     Gone,
 }
@@ -111,10 +117,12 @@ impl EntryState {
         }
     }
 
+    /// Whether the guest may use the slot.
     pub const fn is_live(self) -> bool {
         matches!(self, Self::Live { .. })
     }
 
+    /// Whether the guest is asked to let go.
     pub const fn is_revoking(self) -> bool {
         matches!(self, Self::Revoking { .. })
     }
@@ -138,6 +146,7 @@ impl EntryState {
 /// What the guest sees of an entry.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Entry {
+    /// See [`EntryState`].
     pub state: EntryState,
     /// Where the slot begins in region 1, in bytes.
     pub offset: u64,
@@ -145,8 +154,11 @@ pub struct Entry {
     pub length: u64,
     /// Bytes of the file.
     pub size: u64,
+    /// The file's node.
     pub nodeid: u64,
+    /// How often others have changed the file's attributes.
     pub change: u64,
+    /// How often the entry became live.
     pub generation: u32,
     /// How often a slot that the guest could store to was taken away before it had let go.
     pub lost: u32,
@@ -255,6 +267,8 @@ pub struct Table {
     memory: MmapRegion<()>,
     lines: Box<[Mutex<Line>]>,
     revocations: Mutex<u32>,
+    /// Those of all sessions.
+    all_revocations: AtomicU64,
     /// Tells the guest that `revocations` has changed.
     guest: OnceLock<Arc<dyn Sink>>,
 }
@@ -267,7 +281,8 @@ impl Table {
         fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         let memory = MmapRegion::from_file(FileOffset::new(fd.into(), 0), LEN as usize).map_err(io::Error::other)?;
         let lines = (0..ENTRIES).map(|_| Mutex::default()).collect();
-        let table = Self { memory, lines, revocations: Mutex::new(0), guest: OnceLock::new() };
+        let (revocations, all_revocations, guest) = Default::default();
+        let table = Self { memory, lines, revocations, all_revocations, guest };
         table.clear();
         Ok(table)
     }
@@ -308,6 +323,7 @@ impl Table {
         if line.entry.state.is_revoked() && !before.state.is_revoked() {
             let mut revocations = self.revocations.lock();
             *revocations = revocations.wrapping_add(1);
+            self.all_revocations.fetch_add(1, Ordering::Relaxed);
             self.put(REVOCATIONS, revocations.to_le(), Ordering::Release);
             drop(revocations);
             drop(line);
@@ -315,6 +331,17 @@ impl Table {
             self.guest.get().into_iter().for_each(|guest| guest.revoked());
         }
         result
+    }
+
+    /// The entries that are not free, by index.
+    pub fn known(&self) -> Vec<(u32, Entry)> {
+        let all = (1..ENTRIES).map(|index| (index, self.entry(index)));
+        all.filter(|(_, entry)| entry.state != EntryState::Free).collect()
+    }
+
+    /// Revocations in all sessions.
+    pub fn revocations(&self) -> u64 {
+        self.all_revocations.load(Ordering::Relaxed)
     }
 
     /// An entry as the daemon has it.

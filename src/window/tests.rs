@@ -4,6 +4,7 @@ use std::io::{Read, Write};
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::AtomicUsize;
 use std::sync::mpsc;
 use std::task::Poll;
 use std::time::{Duration, Instant, UNIX_EPOCH};

@@ -46,7 +46,7 @@ def in_pieces():
 
 def opened_again():
     """A live slot takes no new mapping."""
-    maps = "curl -s --unix-socket ../sockets/s.metrics http://daemon | awk '/^thruway_mappings.*passthrough/ { print $2 }'"
+    maps = "curl -s --unix-socket ../sockets/s.control http://daemon/metrics | awk '/^thruway_mappings.*passthrough/ { print $2 }'"
     fd = os.open(f"{S}/big", os.O_RDONLY)
     slots = host_number(maps)
     assert slots > 0, "nothing is mapped"

@@ -7,7 +7,7 @@ continue_guest() { kill -CONT "$(<"$work/a.pid")"; }
 
 # notifications DAEMON KIND: prints how many of this kind the daemon has sent.
 notifications() {
-    curl --silent --show-error --unix-socket "$work/sockets/$1.metrics" http://daemon |
+    curl --silent --show-error --unix-socket "$work/sockets/$1.control" http://daemon/metrics |
         awk -F'[" ]' -v kind="$2" '/^thruway_notifications/ && $2 == kind { sum += $NF } END { print sum + 0 }'
 }
 
@@ -20,7 +20,7 @@ caching() {
     # The host answers guest a's questions about its daemon.
     mkdir -p "$work/sockets"
     for role in a b; do
-        start_daemon "s@$role" "$work/share" --metrics-path "$work/sockets/s@$role.metrics" "$@"
+        start_daemon "s@$role" "$work/share" --control-path "$work/sockets/s@$role.control" "$@"
         start_daemon "meet@$role" "$work/meet" --cache=never
         tags=(--fs "s=$work/sockets/s@$role" --fs "meet=$work/sockets/meet@$role")
         case $mode$role in

@@ -7,7 +7,7 @@ window_arguments=() window_boot=()
 
 # window_daemon NAME DIRECTORY ARGUMENT...: starts a daemon with a window. Its log counts the mappings that a session leaves.
 window_daemon() {
-    start_daemon "$1" "$2" --log-level=debug --metrics-path "$work/sockets/$1.metrics" "${window_options[@]}" "${@:3}"
+    start_daemon "$1" "$2" --log-level=debug --control-path "$work/sockets/$1.control" "${window_options[@]}" "${@:3}"
 }
 
 meet_daemon() { start_daemon "meet${1-}" "$work/meet" --cache=never; }
@@ -42,11 +42,11 @@ finish_window_guest() {
 # The guest may call these: requests NAME [OPCODE]... prints how many requests a daemon got; notifications NAME KIND how many of
 # a kind it has sent; live_mappings how many files QEMU maps.
 requests() {
-    curl --silent --show-error --unix-socket "$work/sockets/$1.metrics" http://daemon |
+    curl --silent --show-error --unix-socket "$work/sockets/$1.control" http://daemon/metrics |
         awk -F'[" ]' -v wanted="${*:2}" '/^thruway_requests/ && (!wanted || index(" " wanted " ", " " $2 " ")) { sum += $NF } END { print sum + 0 }'
 }
 notifications() {
-    curl --silent --show-error --unix-socket "$work/sockets/$1.metrics" http://daemon | sed -n "s/^thruway_notifications_total{kind=\"$2\"} //p"
+    curl --silent --show-error --unix-socket "$work/sockets/$1.control" http://daemon/metrics | sed -n "s/^thruway_notifications_total{kind=\"$2\"} //p"
 }
 # Proxy files have no device number. QEMU's other shared mappings are known by their names.
 proxy_mappings() { grep -E ' [r-][w-]-s [^ ]+ 00:' "/proc/$(<"$work/$1.pid")/maps" | grep -vE 'memfd:|anon_inode:| /dev/' || true; }

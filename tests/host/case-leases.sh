@@ -7,7 +7,7 @@ leases_case() {
     make_share share
     make_share meet
     mkdir -p "$work/sockets"
-    start_daemon s "$work/share" --metrics-path "$work/sockets/s.metrics" --cache=auto --inode-file-handles=prefer
+    start_daemon s "$work/share" --control-path "$work/sockets/s.control" --cache=auto --inode-file-handles=prefer
     start_daemon meet "$work/meet" --cache=never
     # shellcheck disable=SC2046  # a list
     "$boot" --log-dir "$work/leases.logs" --ro-dir "$guest_dir" --timeout 600 --no-mount "$@" \

@@ -98,7 +98,7 @@ privileges() {
         make_share "$tag"
         read -ra options <<<"$options"
         # The metrics are read after the guest's end.
-        start_daemon "$tag" "$work/$tag" --keep-alive --metrics-path "$work/sockets/$tag.metrics" "${options[@]}"
+        start_daemon "$tag" "$work/$tag" --keep-alive --control-path "$work/sockets/$tag.control" "${options[@]}"
         tags+=(--fs "$tag=$work/sockets/$tag")
     done <<'END'
 auto --xattr

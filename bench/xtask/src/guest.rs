@@ -58,7 +58,7 @@ pub fn run(table: &Table, contender: &Contender, share: &Path, quick: bool) -> R
         .map_err(|e| format!("cannot start vm-images/boot: {e}"))?;
     BOOT.store(boot.id() as i32, Ordering::SeqCst);
     let _changer = table.jobs.iter().any(|job| matches!(job.measure, Measure::Seen(_))).then(|| Changer::start(share));
-    let told = listen(&mut boot, table, &logs.path().join("metrics"));
+    let told = listen(&mut boot, table, &logs.path().join("control"));
     let status = boot.wait().map_err(|e| format!("cannot wait for vm-images/boot: {e}"));
     BOOT.store(0, Ordering::SeqCst);
     let (mut told, status) = (told?, status?);
@@ -126,7 +126,7 @@ fn command(table: &Table, contender: &Contender, share: &Path, quick: bool, logs
         _ => "share",
     };
     let daemon_args = match contender.daemon {
-        Daemon::Thruwayd => format!("{} --metrics-path {}", contender.daemon_args, logs.join("metrics").display()),
+        Daemon::Thruwayd => format!("{} --control-path {}", contender.daemon_args, logs.join("control").display()),
         _ => contender.daemon_args.to_owned(),
     };
     // A quick job has a thousandth of the files.
@@ -192,21 +192,21 @@ fn job_line(job: &Job) -> String {
     }
 }
 
-fn listen(boot: &mut Child, table: &Table, metrics: &Path) -> Result<Told> {
+fn listen(boot: &mut Child, table: &Table, control: &Path) -> Result<Told> {
     let mut told = Told::default();
     for line in BufReader::new(boot.stdout.take().expect("it was piped")).split(b'\n') {
         let line = line.map_err(|e| format!("cannot read from vm-images/boot: {e}"))?;
-        told.take(String::from_utf8_lossy(&line).trim_end(), table, metrics)?;
+        told.take(String::from_utf8_lossy(&line).trim_end(), table, control)?;
     }
     Ok(told)
 }
 
 impl Told {
-    fn take(&mut self, line: &str, table: &Table, metrics: &Path) -> Result<()> {
+    fn take(&mut self, line: &str, table: &Table, control: &Path) -> Result<()> {
         if let Some((name, json)) = line.strip_prefix("result ").and_then(|rest| rest.split_once(' ')) {
             let job = table.jobs.iter().find(|job| job.name == name).ok_or(format!("no such job: {name}"))?;
             if job.measure.counts_messages() {
-                if let Some(requests) = counted(metrics, &self.before) {
+                if let Some(requests) = counted(control, &self.before) {
                     self.requests.insert(name.to_owned(), requests);
                 }
             }
@@ -214,7 +214,7 @@ impl Told {
             println!("    {:34} {:>8} {}", job.title, number(figure), job.measure.unit());
             self.figures.insert(name.to_owned(), figure);
         } else if line.starts_with("begin ") {
-            self.before = counted(metrics, &BTreeMap::new()).unwrap_or_default();
+            self.before = counted(control, &BTreeMap::new()).unwrap_or_default();
         } else if let Some((name, version)) = line.strip_prefix("version ").and_then(|rest| rest.split_once(' ')) {
             self.versions.insert(name.to_owned(), version.to_owned());
         } else if let Some(accelerator) = line.strip_prefix("boot: qemu runs with ") {
@@ -227,10 +227,10 @@ impl Told {
 }
 
 /// The requests that the daemon has counted since `before`. `None` if it does not count.
-fn counted(metrics: &Path, before: &BTreeMap<String, u64>) -> Option<BTreeMap<String, u64>> {
+fn counted(control: &Path, before: &BTreeMap<String, u64>) -> Option<BTreeMap<String, u64>> {
     let mut text = String::new();
-    let asked = UnixStream::connect(metrics).and_then(|mut socket| {
-        socket.write_all(b"GET / HTTP/1.0\r\n\r\n")?;
+    let asked = UnixStream::connect(control).and_then(|mut socket| {
+        socket.write_all(b"GET /metrics HTTP/1.0\r\n\r\n")?;
         socket.read_to_string(&mut text)
     });
     asked.ok()?;

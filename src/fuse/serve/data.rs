@@ -45,7 +45,11 @@ impl<F: FileSystem> Server<F> {
                 reply.serve_anew();
                 Ok(())
             }
-            size => reply.put(&WriteOut { size: size? as u32, padding: 0 }),
+            size => {
+                let size = size?;
+                reply.wrote(size);
+                reply.put(&WriteOut { size: size as u32, padding: 0 })
+            }
         }
     }
 

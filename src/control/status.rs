@@ -1,0 +1,236 @@
+//! GET /status, /inodes and /mappings.
+
+use std::sync::Arc;
+
+use hyper::StatusCode;
+use tokio::sync::oneshot;
+use tokio::time::timeout;
+
+use super::api::{
+    Frontend, Guest, Inode, Inodes, Mappings, Migration, Queue, Range, Slot, Status, Switch, Watch, Window,
+};
+use super::routes::Refusal;
+use super::{Sources, State};
+use crate::device::Progress;
+use crate::fs::{InodeFacts, InodeOrder};
+use crate::fuse::abi::InitFlags;
+use crate::fuse::notify::Sink;
+use crate::limits::CONTROL_PATIENCE;
+use crate::window::proxy::Guard;
+use crate::window::{EntryState, RANGE};
+
+impl Switch {
+    /// On, or off for this reason.
+    pub fn off(why: Option<impl Into<String>>) -> Self {
+        let why = why.map(Into::into);
+        Self { on: why.is_none(), why }
+    }
+}
+
+/// GET /status
+pub fn status(state: &Arc<State>) -> Status {
+    let sources = &state.sources;
+    let facts = &sources.facts;
+    let session = sources.server.session();
+    let frontend = sources.device.frontend();
+    let names = |flags: InitFlags| flags.iter_names().map(|(name, _)| name.to_owned()).collect();
+    Status {
+        version: env!("CARGO_PKG_VERSION").into(),
+        pid: facts.pid,
+        uptime_s: facts.since.elapsed().as_secs_f64(),
+        shared_dir: facts.shared_dir.to_string_lossy().into_owned(),
+        socket: facts.socket.as_ref().map(|path| path.to_string_lossy().into_owned()),
+        options: facts.options.clone(),
+        log: (sources.log)(None).unwrap_or_default(),
+        frontend: frontend.map(|frontend| Frontend {
+            features: frontend.features,
+            protocol_offered: frontend.protocol,
+            backend_channel: frontend.channel,
+            queues: queues(sources),
+        }),
+        guest: session.map(|(flags, minor)| Guest { flags: names(flags), minor }),
+        dax: dax(sources),
+        passthrough: passthrough(sources),
+        guard: match &facts.guard {
+            Guard::On => Switch::off(None::<String>),
+            Guard::Off(why) => Switch::off(Some(why.clone())),
+        },
+        watch: watch(sources),
+        notifications: notifications(sources),
+        file_handles: Switch::off(sources.server.fs().why_no_handles()),
+        io_uring: Switch::off(sources.urings.why_not()),
+        migration: migration(sources.device.progress()),
+        held: sources.device.holds(),
+    }
+}
+
+fn queues(sources: &Sources) -> Vec<Queue> {
+    let queue = |queue: crate::device::QueueState| Queue {
+        index: queue.index as u32,
+        role: queue.role.into(),
+        running: queue.running,
+        size: queue.size,
+        in_flight: queue.in_flight,
+        broken: queue.broken,
+    };
+    sources.device.queues().into_iter().map(queue).collect()
+}
+
+fn flags(sources: &Sources) -> Option<InitFlags> {
+    sources.server.session().map(|(flags, _)| flags)
+}
+
+/// Why no guest has a session.
+const NO_SESSION: &str = "no guest has mounted the share";
+
+/// A window of this `size`. `needs`: the session's flag, and why it is missing.
+fn window(sources: &Sources, size: u64, option: &str, mappings: u64, needs: (InitFlags, &str)) -> Window {
+    let why = match (&sources.window, flags(sources)) {
+        (None, _) => Some(sources.facts.no_window.clone()),
+        (Some(_), _) if size == 0 => Some(format!("{option} is not given")),
+        (Some(_), _) if sources.device.frontend().is_none() => Some("no frontend is connected".into()),
+        (Some(window), _) if !window.is_connected() => Some("the frontend has no shared memory regions".into()),
+        (Some(_), None) => Some(NO_SESSION.into()),
+        (Some(_), Some(flags)) => (!flags.contains(needs.0)).then(|| needs.1.into()),
+    };
+    Window { switch: Switch::off(why), size, mappings: mappings as u32 }
+}
+
+fn dax(sources: &Sources) -> Window {
+    let (size, mappings) =
+        sources.window.as_ref().map_or((0, 0), |window| (window.dax_size(), window.live_mappings()[0]));
+    let needs = (InitFlags::MAP_ALIGNMENT, "the guest has mounted the share without -o dax");
+    window(sources, size, "--dax-window", mappings, needs)
+}
+
+fn passthrough(sources: &Sources) -> Window {
+    let (size, mappings) =
+        sources.window.as_ref().map_or((0, 0), |window| (window.passthrough_size(), window.live_mappings()[1]));
+    let needs =
+        (InitFlags::PASSTHROUGH_SHM, "the guest's kernel does not have it: it needs the patches of guest-kernel/");
+    window(sources, size, "--passthrough-window", mappings, needs)
+}
+
+fn notifications(sources: &Sources) -> Switch {
+    let why = match sources.device.frontend() {
+        None => Some("no frontend is connected"),
+        Some(_) if !sources.notifier.is_open() => {
+            Some("the guest's driver has not taken VIRTIO_FS_F_NOTIFICATION: it needs the patches of guest-kernel/")
+        }
+        Some(_) => None,
+    };
+    Switch::off(why)
+}
+
+fn watch(sources: &Sources) -> Watch {
+    let fs = sources.server.fs();
+    let watched = fs.watched();
+    let why = match (&watched, flags(sources)) {
+        (None, _) => Some(sources.facts.no_watch.clone().unwrap_or_else(|| "there is none".into())),
+        (Some(watched), _) if watched.failed => Some("the host's events cannot be read any more".into()),
+        (Some(_), None) => Some(NO_SESSION.into()),
+        (Some(_), Some(flags)) => notifications(sources).why.or_else(|| fs.why_untold(flags).map(Into::into)),
+    };
+    let watched = watched.unwrap_or_default();
+    Watch { switch: Switch::off(why), marks: watched.marks as u64, nodes: watched.nodes as u64 }
+}
+
+fn migration(progress: Progress) -> Migration {
+    let (state, error) = match progress {
+        Progress::None => ("none", None),
+        Progress::Saving => ("saving", None),
+        Progress::Saved => ("saved", None),
+        Progress::Loading => ("loading", None),
+        Progress::Loaded => ("loaded", None),
+        Progress::Failed(error) => ("failed", Some(error)),
+    };
+    Migration { state: state.into(), error }
+}
+
+/// GET /inodes
+pub fn inodes(sources: &Sources, top: usize, order: InodeOrder) -> Inodes {
+    let fs = sources.server.fs();
+    let by = match order {
+        InodeOrder::Lookups => "nlookup",
+        InodeOrder::Opens => "opens",
+    };
+    Inodes {
+        known: fs.known_inodes() as u64,
+        limit: fs.max_inodes() as u64,
+        by: by.into(),
+        inodes: fs.top_inodes(top, order).into_iter().map(inode).collect(),
+    }
+}
+
+fn inode(facts: InodeFacts) -> Inode {
+    let kind = match facts.format {
+        libc::S_IFREG => "file",
+        libc::S_IFDIR => "directory",
+        libc::S_IFLNK => "symlink",
+        libc::S_IFIFO => "fifo",
+        libc::S_IFSOCK => "socket",
+        libc::S_IFCHR => "char",
+        libc::S_IFBLK => "block",
+        _ => "unknown",
+    };
+    Inode {
+        nodeid: facts.id,
+        nlookup: facts.nlookup,
+        opens: facts.opens,
+        kind: kind.into(),
+        dev: format!("{}:{}", facts.dev.0, facts.dev.1),
+        ino: facts.ino,
+        path: facts.path.map(|path| path.to_string_lossy().into_owned()),
+    }
+}
+
+/// GET /mappings
+///
+/// # Errors
+/// SERVICE_UNAVAILABLE if the mapper does not answer.
+pub async fn mappings(sources: &Sources) -> Result<Mappings, Refusal> {
+    let mut mappings = Mappings { limit: sources.facts.max_mappings, ..Mappings::default() };
+    let Some(window) = &sources.window else { return Ok(mappings) };
+    let busy = |what| (StatusCode::SERVICE_UNAVAILABLE, format!("the mapper {what}: try again"));
+    let (send, shown) = oneshot::channel();
+    window.show(move |shown| drop(send.send(shown)));
+    let shown = timeout(CONTROL_PATIENCE, shown).await.map_err(|_| busy("waits for the frontend"))?;
+    let range = |mapping: crate::window::DaxMapping| Range {
+        at: mapping.at,
+        len: RANGE,
+        nodeid: mapping.node,
+        offset: mapping.from,
+        writable: mapping.writable,
+        kind: if mapping.through { "through" } else { "cached" }.into(),
+    };
+    mappings.dax = shown.map_err(|_| busy("has such a request already"))?.into_iter().map(range).collect();
+    let slot = |(index, entry): (u32, crate::window::Entry)| {
+        let state = match entry.state {
+            EntryState::Live { .. } => "live",
+            EntryState::Revoking { .. } => "revoking",
+            EntryState::Free | EntryState::Gone => "gone",
+        };
+        Slot {
+            entry: index,
+            nodeid: entry.nodeid,
+            state: state.into(),
+            at: entry.offset,
+            len: entry.length,
+            size: entry.size,
+            writable: entry.state.is_writable(),
+        }
+    };
+    mappings.passthrough = window.entries().into_iter().map(slot).collect();
+    Ok(mappings)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_off_has_a_reason() {
+        assert_eq!(Switch::off(None::<String>), Switch { on: true, why: None });
+        assert_eq!(Switch::off(Some("why")), Switch { on: false, why: Some("why".into()) });
+    }
+}
