@@ -1,6 +1,7 @@
 #!/usr/bin/python3
 """Which files are mapped in which mode, in the shares s and readonly: dax-modes.py."""
 
+import json
 import os
 import random
 import sys
@@ -23,6 +24,15 @@ def setups():
     return host_number("requests s Setupmapping")
 
 
+def shown(mode, dax):
+    """The control socket says what is mapped."""
+    with open(f"{S}/large", "rb") as file, mapped(f"{S}/large", SIZES["large"]):
+        file.read(1)
+        window, mappings = json.loads(host("control s status"))["dax"], json.loads(host("control s mappings"))
+    equal((window["on"], len(mappings["dax"]) > 0), (mode != "never", len(dax) > 0))
+    equal([mapping["kind"] for mapping in mappings["dax"]], ["through"] * window["mappings"])
+
+
 def look(tag, mode, dax):
     """Checks that statx reports DAX for exactly these files, and that they are read and mapped accordingly."""
     mount(tag, mode)
@@ -34,6 +44,8 @@ def look(tag, mode, dax):
         assert read(path) == read_mapped(path) == pattern(size), f"{name}: other contents"
         if tag == "s":
             equal((name, setups() > before), (name, name in dax and size > 0))
+    if tag == "s":
+        shown(mode, dax)
     umount(tag)
 
 

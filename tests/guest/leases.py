@@ -2,6 +2,7 @@
 """What a guest with leases keeps, how many messages that takes, and how it ends: leases.py DIRECTORIES FILES, the size of the
 tree."""
 
+import json
 import os
 import random
 import sys
@@ -288,8 +289,31 @@ def many_changes():
     comes("all contents", lambda: {name: read(f"{d}/{name}").decode().strip() for name in os.listdir(d)}, due)
 
 
+def control_socket():
+    """The daemon's control socket knows this guest."""
+    write(f"{S}/open", b"x")
+    equal(read(f"{S}/open"), b"x")
+    status = json.loads(host("control s status"))
+    equal([status[name]["on"] for name in ("watch", "notifications", "dax", "passthrough")], [True, True, False, False])
+    assert status["dax"]["why"] and status["watch"]["marks"] > 0, status
+    assert {"LEASES", "DO_READDIRPLUS"} <= set(status["guest"]["flags"]), status["guest"]
+    roles = [queue["role"] for queue in status["frontend"]["queues"] if queue["running"]]
+    equal(roles[:3], ["hiprio", "notification", "request"])
+    assert status["options"]["cache"] == "auto" and status["migration"]["state"] == "none", status
+    paths = [inode["path"] for inode in json.loads(host("control s 'inodes?top=1000'"))["inodes"]]
+    assert {"/", "/open"} <= set(paths), paths
+    metrics = host("control s metrics")
+    for name in 'thruway_request_seconds_bucket{le="+Inf",opcode="Lookup"}', "thruway_watch_marks", "thruway_descriptors":
+        assert name in metrics, metrics
+    # A drain does no more to a guest than to make it wait.
+    host("curl --silent --show-error --fail --unix-socket ../sockets/s.control -X POST 'http://daemon/drain?hold=0.2'")
+    write(f"{S}/open", b"y")
+    equal(host("cat open"), "y")
+    os.unlink(f"{S}/open")
+
+
 mount("meet")
 mount("s")
-steps((no_message,), (git_status,), (host_changes,), (opens,), (created,), (built,), (own_changes,), (many_changes,))
+steps((control_socket,), (no_message,), (git_status,), (host_changes,), (opens,), (created,), (built,), (own_changes,), (many_changes,))
 umount("s")
 umount("meet")

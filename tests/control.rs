@@ -1,0 +1,397 @@
+//! The control socket of a daemon that serves a frontend: what it says, what it takes, and what clients cannot do to it
+//! or to the guest.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use serde::de::DeserializeOwned;
+use thruway::control::api;
+use thruway::fuse::abi::*;
+use thruway::limits::{CONTROL_BODY, CONTROL_CONNECTIONS, CONTROL_HEAD, Limit};
+use thruway_bench::frontend::{Frontend, Options};
+use zerocopy::{FromBytes, IntoBytes};
+
+/// A limit on hangs.
+const LONG: Duration = Duration::from_secs(60);
+
+/// A daemon, and a guest that has opened a session. Its filter kills it at a call that the control socket should not
+/// need.
+struct Daemon {
+    child: Child,
+    guest: Option<Frontend>,
+    dir: tempfile::TempDir,
+}
+
+impl Daemon {
+    fn start(args: &[&str]) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir_all(dir.path().join("share/sub")).unwrap();
+        fs::write(dir.path().join("share/sub/file"), "contents").unwrap();
+        let child = command(dir.path(), "socket").args(args).spawn().unwrap();
+        let mut daemon = Self { child, guest: None, dir };
+        daemon.connect();
+        daemon
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn connect(&mut self) {
+        wait_until("listens", || self.path("socket").exists());
+        self.guest = Some(Frontend::connect(&self.path("socket"), Options::default()).unwrap());
+        self.guest().fuse_init(InitFlags::ASYNC_READ.bits() | InitFlags::POSIX_LOCKS.bits()).unwrap();
+    }
+
+    fn guest(&self) -> &Frontend {
+        self.guest.as_ref().unwrap()
+    }
+
+    fn lookup(&self, parent: u64, name: &[u8]) -> Result<u64, i32> {
+        let entry = self.guest().request(1, Opcode::Lookup as u32, parent, name, b"", 128)?;
+        Ok(EntryOut::read_from_prefix(&entry).unwrap().0.nodeid)
+    }
+
+    fn file(&self) -> u64 {
+        let dir = self.lookup(ROOT_ID, b"sub\0").unwrap();
+        self.lookup(dir, b"file\0").unwrap()
+    }
+
+    fn open(&self, node: u64) -> u64 {
+        let args = OpenIn { flags: libc::O_RDWR as u32, open_flags: 0 };
+        let open = self.guest().request(1, Opcode::Open as u32, node, args.as_bytes(), b"", 16).unwrap();
+        OpenOut::read_from_prefix(&open).unwrap().0.fh
+    }
+
+    fn dial(&self) -> UnixStream {
+        let stream = UnixStream::connect(self.path("control")).unwrap();
+        stream.set_read_timeout(Some(LONG)).unwrap();
+        stream
+    }
+
+    /// Sends these bytes and reads to the end. Returns the status, the head and the body.
+    fn raw(&self, request: &[u8]) -> (u16, String, String) {
+        let mut stream = self.dial();
+        // The daemon may have said no before it has read all.
+        let _ = stream.write_all(request);
+        let mut answer = Vec::new();
+        let _ = stream.read_to_end(&mut answer);
+        let answer = String::from_utf8(answer).unwrap();
+        let (head, body) = answer.split_once("\r\n\r\n").unwrap_or((&answer, ""));
+        let status = head.split(' ').nth(1).and_then(|status| status.parse().ok()).unwrap_or(0);
+        (status, head.to_owned(), body.to_owned())
+    }
+
+    fn ask(&self, method: &str, target: &str, body: &str) -> (u16, String) {
+        let length = body.len();
+        let head = format!("{method} {target} HTTP/1.1\r\nHost: _\r\nContent-Length: {length}\r\n\r\n");
+        let (status, _, answer) = self.raw((head + body).as_bytes());
+        (status, answer)
+    }
+
+    fn get<T: DeserializeOwned>(&self, target: &str) -> T {
+        let (status, body) = self.ask("GET", target, "");
+        assert_eq!(status, 200, "{target}: {body}");
+        serde_json::from_str(&body).unwrap()
+    }
+
+    /// A metric, for example `thruway_inodes` or `thruway_requests_total{opcode="Read"}`.
+    fn metric(&self, name: &str) -> f64 {
+        let (_, text) = self.ask("GET", "/metrics", "");
+        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+        line.unwrap_or_else(|| panic!("no {name} in {text}")).parse().unwrap()
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn command(dir: &Path, socket: &str) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_thruwayd"));
+    command.env_remove("RUST_LOG").stdin(Stdio::null()).stderr(Stdio::null());
+    command.arg("--shared-dir").arg(dir.join("share")).arg("--socket-path").arg(dir.join(socket));
+    command.arg("--control-path").arg(dir.join("control")).args(["--sandbox", "none"]);
+    command
+}
+
+fn wait_until(what: &str, mut is: impl FnMut() -> bool) {
+    let end = Instant::now() + LONG;
+    while !is() {
+        assert!(Instant::now() < end, "{what}: not within a minute");
+        sleep(Duration::from_millis(5));
+    }
+}
+
+fn error(body: &str) -> String {
+    let error: api::Error = serde_json::from_str(body).unwrap();
+    assert!(!error.error.is_empty() && !error.error.contains('\n'), "{body}");
+    error.error
+}
+
+#[test]
+fn what_it_shows_is_what_happened() {
+    let daemon = Daemon::start(&["--cache", "always", "--tag", "t"]);
+    let status: api::Status = daemon.get("/status");
+    assert_eq!((&*status.version, status.pid), (env!("CARGO_PKG_VERSION"), daemon.child.id()));
+    assert_eq!(status.shared_dir, daemon.path("share").to_str().unwrap());
+    assert_eq!(status.socket.as_deref(), daemon.path("socket").to_str());
+    for (name, value) in [("cache", "always"), ("tag", "t"), ("sandbox", "none"), ("xattr", "false")] {
+        assert_eq!(status.options.get(name).map(String::as_str), Some(value), "{name}");
+    }
+    assert_eq!(status.guest, Some(api::Guest { flags: vec!["ASYNC_READ".into()], minor: Some(45) }));
+    let frontend = status.frontend.unwrap();
+    assert!(frontend.features.contains(&"VIRTIO_F_VERSION_1".to_owned()), "{frontend:?}");
+    assert!(frontend.protocol_offered.contains(&"MQ".to_owned()), "{frontend:?}");
+    let queue = &frontend.queues[1];
+    assert!(queue.running && !queue.broken && queue.role == "request" && queue.size == 128, "{queue:?}");
+    for off in [&status.dax.switch, &status.passthrough.switch, &status.guard, &status.watch.switch] {
+        assert!(!off.on && off.why.as_ref().is_some_and(|why| !why.is_empty()), "{off:?}");
+    }
+    assert!(!status.held && status.migration.state == "none");
+
+    let file = daemon.file();
+    let fh = daemon.open(file);
+    assert_eq!(daemon.lookup(ROOT_ID, b"absent\0"), Err(libc::ENOENT));
+    assert_eq!(daemon.lookup(999, b"absent\0"), Err(libc::ESTALE));
+    for _ in 0..3 {
+        let read = ReadIn { fh, size: 5, ..Default::default() };
+        let data = daemon.guest().request(1, Opcode::Read as u32, file, read.as_bytes(), b"", 5).unwrap();
+        assert_eq!(data, b"conte");
+    }
+    let write = WriteIn { fh, size: 4, ..Default::default() };
+    daemon.guest().request(1, Opcode::Write as u32, file, write.as_bytes(), b"data", 8).unwrap();
+    for (name, value) in [
+        ("thruway_requests_total{opcode=\"Lookup\"}", 4.0),
+        ("thruway_requests_total{opcode=\"Init\"}", 1.0),
+        ("thruway_requests_total{opcode=\"Mknod\"}", 0.0),
+        ("thruway_request_errors_total{opcode=\"Lookup\"}", 1.0),
+        ("thruway_request_seconds_count{opcode=\"Read\"}", 1.0),
+        ("thruway_request_seconds_bucket{le=\"+Inf\",opcode=\"Read\"}", 1.0),
+        ("thruway_read_bytes_total", 15.0),
+        ("thruway_written_bytes_total", 4.0),
+        ("thruway_queue_requests{queue=\"1\"}", 0.0),
+        ("thruway_inodes", 3.0),
+        ("thruway_inodes_limit", 4_194_304.0),
+        ("thruway_handles", 1.0),
+        ("thruway_mappings{window=\"dax\"}", 0.0),
+        ("thruway_notifications_total{kind=\"Delete\"}", 0.0),
+        ("thruway_limit_reached_total{limit=\"inodes\"}", 0.0),
+        ("thruway_build_info{version=\"0.1.0\"}", 1.0),
+    ] {
+        assert_eq!(daemon.metric(name), value, "{name}");
+    }
+    assert!(daemon.metric("thruway_request_seconds_sum{opcode=\"Read\"}") > 0.0);
+    assert!(daemon.metric("thruway_uptime_seconds") > 0.0 && daemon.metric("thruway_descriptors_limit") > 0.0);
+    let (_, text) = daemon.ask("GET", "/metrics", "");
+    assert!(text.ends_with("# EOF\n") && Limit::ALL.iter().all(|limit| text.contains(limit.name())));
+
+    for (by, first) in [("nlookup", "/"), ("opens", "/sub/file")] {
+        let inodes: api::Inodes = daemon.get(&format!("/inodes?top=1&by={by}"));
+        assert_eq!((inodes.known, inodes.inodes.len(), &*inodes.by), (3, 1, by));
+        assert!(by == "nlookup" || inodes.inodes[0].path.as_deref() == Some(first), "{inodes:?}");
+    }
+    let inodes: api::Inodes = daemon.get("/inodes");
+    let mut paths: Vec<_> = inodes.inodes.iter().map(|inode| inode.path.as_deref().unwrap()).collect();
+    paths.sort_unstable();
+    assert_eq!(paths, ["/", "/sub", "/sub/file"]);
+    let of_file = inodes.inodes.iter().find(|inode| inode.nodeid == file).unwrap();
+    assert_eq!((&*of_file.kind, of_file.opens, of_file.nlookup), ("file", 1, 1));
+    let mappings: api::Mappings = daemon.get("/mappings");
+    assert_eq!(mappings, api::Mappings { limit: 256, ..Default::default() });
+}
+
+#[test]
+fn the_socket_is_the_users_and_one_daemons() {
+    let mut daemon = Daemon::start(&["--keep-alive"]);
+    let mode = fs::metadata(daemon.path("control")).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+    let other = command(daemon.dir.path(), "other").stderr(Stdio::piped()).output().unwrap();
+    let text = String::from_utf8(other.stderr).unwrap();
+    assert!(!other.status.success() && text.contains("another daemon uses the socket"), "{text}");
+    let _: api::Status = daemon.get("/status");
+    // Without a frontend.
+    daemon.guest = None;
+    wait_until("the frontend leaves", || {
+        let status: api::Status = daemon.get("/status");
+        status.frontend.is_none() && status.guest.is_none()
+    });
+    let drained: api::Drained = serde_json::from_str(&daemon.ask("POST", "/drain", "").1).unwrap();
+    assert!(!drained.held);
+    // What a dead daemon leaves behind is in nobody's way.
+    daemon.child.kill().unwrap();
+    daemon.child.wait().unwrap();
+    assert!(daemon.path("control").exists());
+    fs::remove_file(daemon.path("socket")).unwrap();
+    daemon.child = command(daemon.dir.path(), "socket").spawn().unwrap();
+    daemon.connect();
+    assert_eq!(daemon.get::<api::Status>("/status").pid, daemon.child.id());
+}
+
+#[test]
+fn bad_requests_get_a_reason() {
+    let daemon = Daemon::start(&[]);
+    for (method, target, status) in [
+        ("GET", "/", 404),
+        ("GET", "/status/", 404),
+        ("GET", "/../etc/passwd", 404),
+        ("POST", "/status", 405),
+        ("DELETE", "/log", 405),
+        ("GET", "/drain", 405),
+        ("GET", "/status?x=1", 400),
+        ("GET", "/inodes?top=0", 400),
+        ("GET", "/inodes?top=1001", 400),
+        ("GET", "/inodes?top=1.5", 400),
+        ("GET", "/inodes?top=nan", 400),
+        ("GET", "/inodes?by=size", 400),
+        ("GET", "/inodes?top", 400),
+        ("POST", "/drain?timeout=-1", 400),
+        ("POST", "/drain?hold=1e9", 400),
+        ("PUT", "/log", 400),
+    ] {
+        let (got, body) = daemon.ask(method, target, "");
+        assert_eq!(got, status, "{method} {target}: {body}");
+        error(&body);
+    }
+    let (_, head, _) = daemon.raw(b"PATCH /log HTTP/1.1\r\n\r\n");
+    assert!(head.to_lowercase().contains("allow: get, head, put"), "{head}");
+    let (status, head, body) = daemon.raw(b"HEAD /status HTTP/1.1\r\n\r\n");
+    assert!(status == 200 && body.is_empty() && head.to_lowercase().contains("content-length"), "{head}");
+    assert_eq!(daemon.ask("PUT", "/log", &"x".repeat(CONTROL_BODY + 1)).0, 413);
+    for filter in ["thruway=loud", "[", "\u{0}\u{1}"] {
+        assert_eq!(daemon.ask("PUT", "/log", filter).0, 400, "{filter}");
+    }
+    assert_eq!(daemon.raw(b"PUT /log HTTP/1.1\r\nContent-Length: 2\r\n\r\n\xff\xfe").0, 400);
+    let before: api::Log = daemon.get("/log");
+    assert_eq!(before.filter, "info");
+    let (status, body) = daemon.ask("PUT", "/log", "warn,thruway::fs=trace\n");
+    let after: api::Log = serde_json::from_str(&body).unwrap();
+    assert_eq!((status, &daemon.get::<api::Log>("/log")), (200, &after));
+    assert!(after.filter.contains("thruway::fs=trace") && after.filter.contains("warn"), "{after:?}");
+    assert_eq!(daemon.get::<api::Status>("/status").log, after.filter);
+}
+
+#[test]
+fn clients_that_flood_or_stall_stop_neither_the_guest_nor_others_for_good() {
+    let daemon = Daemon::start(&[]);
+    let long = format!("GET /status HTTP/1.1\r\nX: {}\r\n\r\n", "x".repeat(2 * CONTROL_HEAD));
+    let many = format!("GET /status HTTP/1.1\r\n{}\r\n", "X: x\r\n".repeat(1000));
+    for (request, status) in [(long.as_bytes(), 431), (many.as_bytes(), 431), (b"\x16\x03\x01\x02\0\x01\0\x01\xfc\r\n", 400)]
+    {
+        assert_eq!(daemon.raw(request).0, status);
+    }
+    // A body that never ends, and lengths that lie.
+    for head in ["Transfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n", "Content-Length: 18446744073709551615\r\n\r\nx"] {
+        let mut stream = daemon.dial();
+        stream.write_all(format!("PUT /log HTTP/1.1\r\n{head}").as_bytes()).unwrap();
+        stream.shutdown(std::net::Shutdown::Write).unwrap();
+        let _ = stream.read_to_end(&mut Vec::new());
+    }
+    // More than are served at a time, of each kind: silent, half a request, and answers that nobody reads.
+    let stalled: Vec<_> = (0..3 * CONTROL_CONNECTIONS)
+        .map(|n| {
+            let mut stream = daemon.dial();
+            let request: &[u8] = [&b""[..], b"GET /status HTTP/1.1\r\nHo", b"GET /metrics HTTP/1.1\r\n\r\n"][n % 3];
+            stream.write_all(request).unwrap();
+            stream
+        })
+        .collect();
+    let before = Instant::now();
+    for _ in 0..2000 {
+        assert_eq!(daemon.lookup(ROOT_ID, b"absent\0"), Err(libc::ENOENT));
+    }
+    // They were all still there: none is given up so soon.
+    println!("2000 requests beside {} clients took {:?}", stalled.len(), before.elapsed());
+    drop(stalled);
+    assert_eq!(daemon.metric("thruway_requests_total{opcode=\"Lookup\"}"), 2000.0);
+    // Nobody needs to end them.
+    let _stalled: Vec<_> = (0..CONTROL_CONNECTIONS).map(|_| daemon.dial()).collect();
+    let _: api::Status = daemon.get("/status");
+}
+
+#[test]
+fn a_hold_keeps_requests_in_the_queue() {
+    let daemon = Daemon::start(&[]);
+    let (status, body) = daemon.ask("POST", "/drain?hold=300", "");
+    let drained: api::Drained = serde_json::from_str(&body).unwrap();
+    assert!(status == 200 && drained.held && drained.waiting_for_locks == 0, "{body}");
+    let guest = daemon.guest();
+    let (_, head) = guest.header(Opcode::Lookup as u32, ROOT_ID, 4);
+    let token = guest.submit(1, &[&[&head[..], b"sub\0"].concat()], &[16, 128]).unwrap();
+    // If the worker took it, one of these would show it.
+    for _ in 0..50 {
+        let status: api::Status = daemon.get("/status");
+        assert!(status.held && status.frontend.unwrap().queues.iter().all(|queue| queue.in_flight == 0));
+        assert_eq!(daemon.metric("thruway_requests_total{opcode=\"Lookup\"}"), 0.0);
+    }
+    assert_eq!(daemon.ask("POST", "/drain", "").0, 409);
+    let resumed: api::Resumed = serde_json::from_str(&daemon.ask("POST", "/resume", "").1).unwrap();
+    assert!(resumed.was_held);
+    assert_eq!(guest.wait_for(1, token, LONG).unwrap().len, 144);
+    wait_until("the hold ends", || !daemon.get::<api::Status>("/status").held);
+    let resumed: api::Resumed = serde_json::from_str(&daemon.ask("POST", "/resume", "").1).unwrap();
+    assert!(!resumed.was_held);
+    // A hold ends by itself, and the worker is woken.
+    assert_eq!(daemon.ask("POST", "/drain?hold=0.01", "").0, 200);
+    daemon.file();
+}
+
+#[test]
+fn a_drain_waits_for_requests_but_not_for_locks() {
+    let daemon = Daemon::start(&["--posix-lock"]);
+    let file = daemon.file();
+    let fh = daemon.open(file);
+    let guest = daemon.guest();
+    let lock = |owner| {
+        let lk = FileLock { start: 0, end: 10, kind: libc::F_WRLCK as u32, pid: 1 };
+        LkIn { fh, owner, lk, lk_flags: 0, padding: 0 }
+    };
+    guest.request(1, Opcode::Setlk as u32, file, lock(1).as_bytes(), b"", 0).unwrap();
+    let (_, head) = guest.header(Opcode::Setlkw as u32, file, size_of::<LkIn>());
+    let waits = guest.submit(1, &[&[&head[..], lock(2).as_bytes()].concat()], &[16]).unwrap();
+    wait_until("the lock is waited for", || daemon.metric("thruway_queue_requests{queue=\"1\"}") == 1.0);
+    let drain = || {
+        let (status, body) = daemon.ask("POST", "/drain?timeout=60", "");
+        assert_eq!(status, 200, "{body}");
+        serde_json::from_str::<api::Drained>(&body).unwrap().waiting_for_locks
+    };
+    // The thread may not have begun to wait.
+    wait_until("the drain leaves the lock out", || drain() == 1);
+
+    // An open that waits for a host process counts.
+    let path = daemon.path("share/sub/leased");
+    let leased = fs::File::create(&path).unwrap();
+    // SAFETY: no memory is involved. Without this, the signal would end the process.
+    unsafe { libc::signal(libc::SIGIO, libc::SIG_IGN) };
+    // SAFETY: no memory is involved.
+    let take = |kind: i32| unsafe { libc::fcntl(leased.as_raw_fd(), libc::F_SETLEASE, kind) } == 0;
+    if take(libc::F_WRLCK) {
+        let node = daemon.lookup(daemon.lookup(ROOT_ID, b"sub\0").unwrap(), b"leased\0").unwrap();
+        let (_, head) = guest.header(Opcode::Open as u32, node, 8);
+        let args = OpenIn { flags: libc::O_RDWR as u32, open_flags: 0 };
+        let open = guest.submit(1, &[&[&head[..], args.as_bytes()].concat()], &[16, 16]).unwrap();
+        wait_until("the open waits", || daemon.metric("thruway_queue_requests{queue=\"1\"}") == 2.0);
+        let (status, body) = daemon.ask("POST", "/drain?timeout=0.1", "");
+        assert_eq!((status, error(&body).contains("1 requests are still in flight")), (504, true), "{body}");
+        // The queue goes on.
+        daemon.file();
+        assert!(take(libc::F_UNLCK));
+        assert_eq!(guest.wait_for(1, open, LONG).unwrap().len, 32);
+        assert_eq!(drain(), 1);
+    }
+    let unlock = FileLock { start: 0, end: 10, kind: libc::F_UNLCK as u32, pid: 1 };
+    let unlock = LkIn { lk: unlock, ..lock(1) };
+    guest.request(1, Opcode::Setlk as u32, file, unlock.as_bytes(), b"", 0).unwrap();
+    assert_eq!(guest.wait_for(1, waits, LONG).unwrap().len, 16);
+    assert_eq!(drain(), 0);
+}
