@@ -286,12 +286,15 @@ fn clients_that_flood_or_stall_stop_neither_the_guest_nor_others_for_good() {
     let daemon = Daemon::start(&[]);
     let long = format!("GET /status HTTP/1.1\r\nX: {}\r\n\r\n", "x".repeat(2 * CONTROL_HEAD));
     let many = format!("GET /status HTTP/1.1\r\n{}\r\n", "X: x\r\n".repeat(1000));
-    for (request, status) in [(long.as_bytes(), 431), (many.as_bytes(), 431), (b"\x16\x03\x01\x02\0\x01\0\x01\xfc\r\n", 400)]
+    for (request, status) in
+        [(long.as_bytes(), 431), (many.as_bytes(), 431), (b"\x16\x03\x01\x02\0\x01\0\x01\xfc\r\n", 400)]
     {
         assert_eq!(daemon.raw(request).0, status);
     }
     // A body that never ends, and lengths that lie.
-    for head in ["Transfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n", "Content-Length: 18446744073709551615\r\n\r\nx"] {
+    for head in
+        ["Transfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n", "Content-Length: 18446744073709551615\r\n\r\nx"]
+    {
         let mut stream = daemon.dial();
         stream.write_all(format!("PUT /log HTTP/1.1\r\n{head}").as_bytes()).unwrap();
         stream.shutdown(std::net::Shutdown::Write).unwrap();

@@ -105,6 +105,7 @@ impl Kept {
             urings: Arc::new(Urings::none()),
             poll: Duration::ZERO,
             notifier: Some(Arc::new(Notifier::new().unwrap())),
+            monitor: Arc::default(),
         };
         Self { workers, jobs, done }
     }
