@@ -388,6 +388,13 @@ fn a_drain_waits_for_requests_but_not_for_locks() {
         assert_eq!((status, error(&body).contains("1 requests are still in flight")), (504, true), "{body}");
         // The queue goes on.
         daemon.file();
+        // So it does when the client leaves.
+        let held = || daemon.get::<api::Status>("/status").held;
+        let mut client = daemon.dial();
+        client.write_all(b"POST /drain?timeout=300 HTTP/1.1\r\n\r\n").unwrap();
+        wait_until("the drain begins", held);
+        drop(client);
+        wait_until("the drain ends", || !held());
         assert!(take(libc::F_UNLCK));
         assert_eq!(guest.wait_for(1, open, LONG).unwrap().len, 32);
         assert_eq!(drain(), 1);

@@ -56,7 +56,7 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     let mut sandbox = options.sandbox_settings();
     sandbox::check(&sandbox)?;
     let (listener, _pid_file) = listen(options)?;
-    let control = options.control_path.as_deref().map(|path| listen::bind(path, None)).transpose()?;
+    let control = options.control_path.as_deref().map(listen::bind_private).transpose()?;
     let pid = std::process::id();
     let absolute = |path: &Path| std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     let shared_dir = absolute(dir);

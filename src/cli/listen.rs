@@ -4,7 +4,7 @@ use std::ffi::CString;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Seek, Write};
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
-use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, chown};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt, chown};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -73,6 +73,16 @@ pub fn bind(path: &Path, group: Option<&str>) -> Result<Bound, Error> {
         chown(path, None, gid).map_err(at("set the group of", path))?;
     }
     Ok(Bound { listener, pid_file })
+}
+
+/// As [`bind`], for the owner alone, with mode 0600.
+///
+/// # Errors
+/// [`Error`]
+pub fn bind_private(path: &Path) -> Result<Bound, Error> {
+    let bound = bind(path, None)?;
+    fs::set_permissions(path, fs::Permissions::from_mode(0o600)).map_err(at("set the mode of", path))?;
+    Ok(bound)
 }
 
 /// Takes over a listening socket that the parent process passed.

@@ -166,7 +166,7 @@ pub struct Inode {
     pub dev: String,
     /// The host's inode number.
     pub ino: u64,
-    /// The path in the share, with a slash at its start. Bytes that are not UTF-8 are replaced. None if it is not known.
+    /// The path in the share, with a slash at its start. Bytes that are not UTF-8 are replaced. None if it is unknown.
     pub path: Option<String>,
 }
 

@@ -38,6 +38,11 @@ impl fmt::Debug for All {
 /// A metric without labels, or with one label.
 struct Metrics<'a>(DescriptorEncoder<'a>);
 
+/// A value as a gauge has it.
+fn level(value: u64) -> i64 {
+    i64::try_from(value).unwrap_or(i64::MAX)
+}
+
 type Labelled = (&'static str, String, u64);
 
 impl Metrics<'_> {
@@ -47,7 +52,7 @@ impl Metrics<'_> {
     }
 
     fn gauge(&mut self, name: &str, help: &str, value: u64) -> fmt::Result {
-        self.0.encode_descriptor(name, help, None, MetricType::Gauge)?.encode_gauge(&(value as i64))
+        self.0.encode_descriptor(name, help, None, MetricType::Gauge)?.encode_gauge(&level(value))
     }
 
     fn counters(&mut self, name: &str, help: &str, values: impl IntoIterator<Item = Labelled>) -> fmt::Result {
@@ -61,7 +66,7 @@ impl Metrics<'_> {
         let mut metric = self.0.encode_descriptor(name, help, None, MetricType::Gauge)?;
         values
             .into_iter()
-            .try_for_each(|(label, text, value)| metric.encode_family(&[(label, text)])?.encode_gauge(&(value as i64)))
+            .try_for_each(|(label, text, value)| metric.encode_family(&[(label, text)])?.encode_gauge(&level(value)))
     }
 }
 
@@ -130,8 +135,7 @@ impl All {
         if let Some(open) = fs.descriptors() {
             metrics.gauge("descriptors", "Open descriptors of the daemon", open)?;
         }
-        let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX >> 1);
-        metrics.gauge("descriptors_limit", "The limit of open descriptors", limit)?;
+        metrics.gauge("descriptors_limit", "The limit of open descriptors", self.0.descriptors)?;
         metrics.gauge("inodes", "Inodes that the guest knows", fs.known_inodes() as u64)?;
         metrics.gauge("inodes_limit", "The limit of inodes that the guest knows", fs.max_inodes() as u64)?;
         metrics.gauge("handles", "Open files and directories of the guest", fs.open_handles() as u64)?;

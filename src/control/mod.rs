@@ -18,6 +18,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Instant;
 
+use rustix::process::{Resource, getrlimit};
 use tokio::runtime::Builder;
 
 use crate::device::{Monitor, Notifier, Urings};
@@ -83,7 +84,9 @@ pub fn start(listener: UnixListener, sources: Sources) -> io::Result<()> {
         let _inside = runtime.enter();
         tokio::net::UnixListener::from_std(listener)?
     };
-    let state = Arc::new(State { drain: Drain::default(), sources });
+    // The filter forbids to ask for it later.
+    let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    let state = Arc::new(State { drain: Drain::default(), sources, descriptors });
     thread::Builder::new().name(NAME.into()).spawn(move || {
         state.sources.server.enter_thread();
         runtime.block_on(http::serve(listener, state));
@@ -98,4 +101,6 @@ const NAME: &str = "thruway-control";
 struct State {
     sources: Sources,
     drain: Drain,
+    /// The limit of open descriptors.
+    descriptors: u64,
 }
