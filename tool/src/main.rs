@@ -1,0 +1,45 @@
+//! `thruway`, the command that people type: it checks a host, prints what to run, starts a daemon and its virtual
+//! machine together, and shows what daemons do.
+
+mod pages;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Checks a host for thruwayd, prints what to run, starts a daemon and its virtual machine, and watches daemons
+#[derive(Parser)]
+#[command(name = "thruway", version, propagate_version = true, arg_required_else_help = true)]
+pub struct Tool {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Print a shell's completions of thruway, or of thruwayd
+    Completions {
+        shell: clap_complete::Shell,
+        /// The program that is completed
+        #[arg(default_value = "thruway")]
+        program: pages::Program,
+    },
+
+    /// Write the manual pages into a directory: thruwayd.8, thruway.1 and a page for each of its commands
+    Man { dir: PathBuf },
+}
+
+/// What a command returns: its exit status, or an error of one line that names the cure.
+type Result = std::result::Result<ExitCode, String>;
+
+fn main() -> ExitCode {
+    let result = match Tool::parse().command {
+        Command::Completions { shell, program } => pages::completions(shell, program),
+        Command::Man { dir } => pages::man(&dir),
+    };
+    result.unwrap_or_else(|error| {
+        eprintln!("thruway: {error}");
+        ExitCode::FAILURE
+    })
+}
