@@ -46,6 +46,14 @@ impl Urings {
         }
     }
 
+    /// Whether the host has what [`new`](Self::new) needs.
+    ///
+    /// # Errors
+    /// Why not: ENOSYS, EPERM (kernel.io_uring_disabled, or a container's filter), ENOMEM.
+    pub fn probe() -> io::Result<()> {
+        Uring::new().map(drop)
+    }
+
     /// No io_uring: reads that wait use threads.
     pub fn none() -> Self {
         Self { rings: Vec::new(), why: Some("it is not used".into()) }

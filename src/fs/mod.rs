@@ -24,6 +24,7 @@ mod migration;
 mod name;
 mod opens;
 mod path;
+mod probe;
 mod report;
 mod sys;
 #[cfg(test)]
@@ -53,6 +54,7 @@ use crate::fuse::ops::{Control, Result, Session};
 use crate::watch::Watch;
 use crate::window::{self, Window};
 pub use config::{CachePolicy, Config, FileHandles, Migration, MigrationMode, MigrationOnError, NoOpen, Offer};
+pub use probe::{Probe, probe};
 use dax::Grants;
 use events::Watchers;
 use handle::{Handles, Listings};

@@ -353,11 +353,7 @@ impl Passthrough {
     /// Whether the guest may ever store to a file of its file system in place. `guarded`: nobody makes it share blocks
     /// unnoticed.
     pub(super) fn permits(&self, file: BorrowedFd, guarded: bool) -> Result<bool> {
-        Ok(match (self.settings.writable, Stores::of(file)?) {
-            (Writable::Always, _) | (_, Stores::InPlace | Stores::Memory) => true,
-            (_, Stores::Unshared) => guarded,
-            (_, Stores::Elsewhere) => false,
-        })
+        Ok(self.settings.writable == Writable::Always || Stores::of(file)?.in_place(guarded))
     }
 
     /// Whether the guest may store to the file in place, as far as a quick look tells. [`live`](Self::live) decides.

@@ -1,7 +1,9 @@
 //! `thruway`, the command that people type: it checks a host, prints what to run, starts a daemon and its virtual
 //! machine together, and shows what daemons do.
 
+mod check;
 mod pages;
+mod qemu;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -18,6 +20,12 @@ pub struct Tool {
 
 #[derive(Subcommand)]
 enum Command {
+    /// Say whether this host, and a directory, have what thruwayd can use: by trying it
+    Check(check::Options),
+
+    #[command(hide = true)]
+    EnterSandbox { dir: PathBuf },
+
     /// Print a shell's completions of thruway, or of thruwayd
     Completions {
         shell: clap_complete::Shell,
@@ -35,6 +43,8 @@ type Result = std::result::Result<ExitCode, String>;
 
 fn main() -> ExitCode {
     let result = match Tool::parse().command {
+        Command::Check(options) => check::run(&options),
+        Command::EnterSandbox { dir } => return check::enter_sandbox(dir),
         Command::Completions { shell, program } => pages::completions(shell, program),
         Command::Man { dir } => pages::man(&dir),
     };
