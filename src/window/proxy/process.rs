@@ -17,7 +17,7 @@ use rustix::mount::{
     fsconfig_set_flag, fsconfig_set_string, fsmount, fsopen, mount_change, move_mount,
 };
 use rustix::net::{SendFlags, sockopt::set_socket_passcred};
-use rustix::process::{Signal, WaitOptions, chroot, fchdir, set_parent_process_death_signal, setsid, waitpid};
+use rustix::process::{WaitOptions, chroot, fchdir, setsid, waitpid};
 use rustix::thread::UnshareFlags;
 use zerocopy::IntoBytes;
 
@@ -133,8 +133,8 @@ impl Setup {
 
     /// Gives up what the process does not need, and starts its threads.
     fn enter(self, mode: GuardMode, deadline: Duration, action: seccomp::Action) -> Result<Arc<Shared>, Error> {
-        // If the daemon ended before this call, the socket reports it.
-        set_parent_process_death_signal(Some(Signal::KILL)).step("ask for a signal at the daemon's end")?;
+        // The socket reports the daemon's end. A signal must not: if it killed the thread that serves the mount while
+        // another one closes a proxy file, that one would wait for ever, and with it the process.
         // Ctrl-Z is for the daemon: stopped, this process would stop others.
         setsid().step("start a session")?;
         let kept = [&self.fuse, &self.root, &self.calls, &self.notices].map(AsFd::as_fd);
