@@ -2,8 +2,11 @@
 //! machine together, and shows what daemons do.
 
 mod check;
+mod command;
 mod pages;
 mod qemu;
+mod run;
+mod vm;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -22,6 +25,12 @@ pub struct Tool {
 enum Command {
     /// Say whether this host, and a directory, have what thruwayd can use: by trying it
     Check(check::Options),
+
+    /// Print what to run for a share: daemon and virtual machine, with sizes that fit
+    Command(command::Options),
+
+    /// Start a daemon and its virtual machine together, and end both
+    Run(run::Options),
 
     #[command(hide = true)]
     EnterSandbox { dir: PathBuf },
@@ -44,6 +53,8 @@ type Result = std::result::Result<ExitCode, String>;
 fn main() -> ExitCode {
     let result = match Tool::parse().command {
         Command::Check(options) => check::run(&options),
+        Command::Command(options) => command::run(&options),
+        Command::Run(options) => run::run(&options),
         Command::EnterSandbox { dir } => return check::enter_sandbox(dir),
         Command::Completions { shell, program } => pages::completions(shell, program),
         Command::Man { dir } => pages::man(&dir),
