@@ -145,6 +145,16 @@ fn start_proxy(options: &Options) -> Result<(Option<Proxy>, String), Box<dyn Err
         return Ok((None, "neither --dax-window nor --passthrough-window is given".into()));
     }
     let required = windows.iter().any(|window| window.required);
+    if fs::is_remote(options.shared_dir()) {
+        // Another host may truncate a file, which no guard here can hold up. QEMU would get SIGBUS.
+        let reason = "the shared directory is on a network, cluster or FUSE file system, where others change files \
+                      unnoticed";
+        if required {
+            return Err(format!("cannot create a window: {reason}").into());
+        }
+        tracing::warn!("continuing without a window: {reason}");
+        return Ok((None, reason.into()));
+    }
     match proxy::start(options.window_guard, proxy::DEADLINE, options.seccomp) {
         Ok(proxy) => {
             if let (Guard::Off(_), GuardMode::Fanotify) = (proxy.guard(), options.window_guard) {

@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Weak};
 
 use dashmap::DashMap;
-use rustix::fs::{FileType, OFlags, fstat};
+use rustix::fs::{FileType, OFlags, fstat, fstatfs};
 use rustix::io::Errno;
 
 use super::fd::reopen;
@@ -29,16 +29,16 @@ impl FileHandle {
     }
 }
 
-/// An open file of each mount that has handles, by mount id.
+/// An open file of each mount that has handles, by mount id. `None`: its handles do not last.
 #[derive(Default)]
-pub struct Mounts(DashMap<i32, Weak<OwnedFd>>);
+pub struct Mounts(DashMap<i32, Option<Weak<OwnedFd>>>);
 
 impl Mounts {
     /// A handle of this file. The first of each mount was seen to open.
     ///
     /// # Errors
     /// Those of name_to_handle_at(2) and open_by_handle_at(2). EOPNOTSUPP if the first file of a mount is neither a
-    /// directory nor a regular file.
+    /// directory nor a regular file, or if it is a FUSE mount.
     pub fn handle(&self, fd: BorrowedFd) -> Result<FileHandle> {
         let (raw, mount) = sys::name_to_handle(fd)?;
         let (mount, new) = self.mount(mount, fd)?;
@@ -51,8 +51,19 @@ impl Mounts {
 
     /// An open file of the mount, and whether it was opened just now.
     fn mount(&self, id: i32, fd: BorrowedFd) -> Result<(Arc<OwnedFd>, bool)> {
-        if let Some(mount) = self.0.get(&id).and_then(|mount| mount.upgrade()) {
-            return Ok((mount, false));
+        if let Some(known) = self.0.get(&id) {
+            match known.as_ref().map(Weak::upgrade) {
+                Some(Some(mount)) => return Ok((mount, false)),
+                // The number may be another mount's by now. That one is then served by descriptors too.
+                None => return Err(Errno::OPNOTSUPP),
+                Some(None) => {}
+            }
+        }
+        // FUSE names a file by what the kernel has in its cache. Once the kernel drops the file from there, the handle
+        // is stale, unless the server can find it again (FUSE_EXPORT_SUPPORT), which cannot be seen from outside.
+        if fstatfs(fd).is_ok_and(|st| st.f_type == libc::FUSE_SUPER_MAGIC) {
+            self.0.insert(id, None);
+            return Err(Errno::OPNOTSUPP);
         }
         // open_by_handle_at(2) takes no O_PATH descriptor. Opening a device or a FIFO could do anything.
         match FileType::from_raw_mode(fstat(fd)?.st_mode) {
@@ -61,7 +72,7 @@ impl Mounts {
         }
         // NONBLOCK: does not wait for the holder of a lease.
         let mount = Arc::new(reopen(fd, OFlags::RDONLY | OFlags::NONBLOCK)?);
-        self.0.insert(id, Arc::downgrade(&mount));
+        self.0.insert(id, Some(Arc::downgrade(&mount)));
         Ok((mount, true))
     }
 }

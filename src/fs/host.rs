@@ -2,11 +2,12 @@
 
 use std::io::IoSliceMut;
 use std::os::fd::BorrowedFd;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use dashmap::DashMap;
-use rustix::fs::fstatfs;
+use rustix::fs::{fstatfs, statfs};
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
 
 use super::sys;
@@ -46,8 +47,57 @@ const WATCHABLE: [i64; 5] = [
     libc::TMPFS_MAGIC,
 ];
 
+/// File systems whose files a server has: another machine, or a process of this host. Any system call on such a file may
+/// wait for it, and others change files without this kernel's knowledge. By include/uapi/linux/magic.h, or by the file
+/// system's own sources where that has none.
+const REMOTE: [i64; 18] = [
+    libc::FUSE_SUPER_MAGIC,
+    libc::NFS_SUPER_MAGIC,
+    libc::SMB_SUPER_MAGIC,
+    CIFS,
+    SMB2,
+    CEPH,
+    // 9p
+    0x0102_1997,
+    libc::AFS_SUPER_MAGIC,
+    AFS_OF_THE_KERNEL,
+    libc::CODA_SUPER_MAGIC,
+    OCFS2,
+    GFS2,
+    LUSTRE,
+    GPFS,
+    BEEGFS,
+    ORANGEFS,
+    // VirtualBox's shared folders
+    0x786f_4256,
+    // What looks into such a directory waits for the mount.
+    libc::AUTOFS_SUPER_MAGIC,
+];
+
+const CIFS: i64 = 0xff53_4d42;
+const SMB2: i64 = 0xfe53_4d42;
+const CEPH: i64 = 0x00c3_6400;
+/// AFS_FS_MAGIC
+const AFS_OF_THE_KERNEL: i64 = 0x6b41_4653;
+const OCFS2: i64 = 0x7461_636f;
+/// GFS2_MAGIC of include/uapi/linux/gfs2_ondisk.h.
+const GFS2: i64 = 0x0116_1970;
+/// LL_SUPER_MAGIC of Lustre's lustre_user.h.
+const LUSTRE: i64 = 0x0bd0_0bd0;
+/// IBM Storage Scale, as coreutils' stat(1) knows it.
+const GPFS: i64 = 0x4750_4653;
+/// As coreutils' stat(1) knows it.
+const BEEGFS: i64 = 0x1983_0326;
+/// ORANGEFS_SUPER_MAGIC of fs/orangefs/orangefs-utils.h.
+const ORANGEFS: i64 = 0x2003_0528;
+
 /// RAMFS_MAGIC of include/uapi/linux/magic.h.
 const RAMFS: i64 = 0x8584_58f6;
+
+/// Whether a server has the files of the file system that `path` is on: another machine, or a process of this host.
+pub fn is_remote(path: &Path) -> bool {
+    statfs(path).is_ok_and(|st| REMOTE.contains(&st.f_type))
+}
 
 /// A file system.
 #[derive(Debug, Default)]
@@ -64,6 +114,8 @@ pub struct HostFs {
     pub times_tell: bool,
     /// fanotify(7) reports all changes of it, and its file handles name files.
     pub watchable: bool,
+    /// A server has the files. Any system call may wait for it, however small, and without end.
+    pub remote: bool,
     /// A copy of a file may share its blocks.
     pub shares_blocks: bool,
     /// A store to a mapped page may take new blocks each time.
@@ -74,14 +126,15 @@ pub struct HostFs {
 
 impl HostFs {
     pub(super) fn of(fd: BorrowedFd) -> Self {
-        // If this fails, anything may happen at close(2).
-        let kind = fstatfs(fd).map_or(0, |st| st.f_type);
+        // If this fails, anything may happen at close(2), and it is a server that has failed.
+        let kind = fstatfs(fd).map_or(libc::FUSE_SUPER_MAGIC, |st| st.f_type);
         let in_memory = matches!(kind, libc::TMPFS_MAGIC | RAMFS);
         let flushes = !LOCAL.contains(&kind);
         let clears_privileges = CLEARS_PRIVILEGES.contains(&kind);
         let open_is_open = !flushes && kind != libc::OVERLAYFS_SUPER_MAGIC;
         let times_tell = TIMES_TELL.contains(&kind);
         let watchable = WATCHABLE.contains(&kind);
+        let remote = REMOTE.contains(&kind);
         let shares_blocks = kind == libc::XFS_SUPER_MAGIC;
         let copies_on_write = Stores::of(fd).is_ok_and(|stores| stores == Stores::Elsewhere);
         let silent = AtomicBool::new(in_memory);
@@ -92,6 +145,7 @@ impl HostFs {
             open_is_open,
             times_tell,
             watchable,
+            remote,
             shares_blocks,
             copies_on_write,
             silent,
@@ -126,30 +180,42 @@ fn is_end(fd: BorrowedFd, offset: u64) -> bool {
 
 /// The file systems that were met, by device number.
 #[derive(Default)]
-pub struct Hosts(DashMap<u64, Arc<HostFs>>);
+pub struct Hosts {
+    met: DashMap<u64, Arc<HostFs>>,
+    /// One of them is [remote](HostFs::remote).
+    any_remote: AtomicBool,
+}
 
 impl Hosts {
     /// The file system with this device number, if a file of it was opened before.
     pub fn known(&self, dev: u64) -> Option<Arc<HostFs>> {
-        self.0.get(&dev).map(|known| known.clone())
+        self.met.get(&dev).map(|known| known.clone())
     }
 
     /// Makes the file system with this device number another.
     #[cfg(test)]
     pub fn pretend(&self, dev: u64, host: HostFs) {
-        self.0.insert(dev, Arc::new(host));
+        self.met.insert(dev, Arc::new(host));
     }
 
     /// Whether close(2) writes or reports something on any of them.
     pub fn any_flushes(&self) -> bool {
-        self.0.iter().any(|host| host.flushes)
+        self.met.iter().any(|host| host.flushes)
+    }
+
+    /// Whether any of them is [remote](HostFs::remote). Costs nothing, as each request asks.
+    pub fn any_remote(&self) -> bool {
+        self.any_remote.load(Ordering::Relaxed)
     }
 
     /// The file system with this device number, on which `fd` lies.
     pub fn get(&self, dev: u64, fd: BorrowedFd) -> Arc<HostFs> {
-        if let Some(known) = self.0.get(&dev) {
+        if let Some(known) = self.met.get(&dev) {
             return known.clone();
         }
-        self.0.entry(dev).or_insert_with(|| Arc::new(HostFs::of(fd))).clone()
+        // Without a lock: a server may not answer.
+        let host = Arc::new(HostFs::of(fd));
+        self.any_remote.fetch_or(host.remote, Ordering::Relaxed);
+        self.met.entry(dev).or_insert(host).clone()
     }
 }

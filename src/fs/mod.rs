@@ -54,15 +54,16 @@ use crate::fuse::ops::{Control, Result, Session};
 use crate::watch::Watch;
 use crate::window::{self, Window};
 pub use config::{CachePolicy, Config, FileHandles, Migration, MigrationMode, MigrationOnError, NoOpen, Offer};
-pub use probe::{Probe, probe};
 use dax::Grants;
 use events::Watchers;
 use handle::{Handles, Listings};
+pub use host::is_remote;
 use host::{HostFs, Hosts};
-use inode::Places;
+use inode::{Inode, Places};
 use inodes::Inodes;
 use lease::{Leases, Teller};
 use lock::Locks;
+pub use probe::{Probe, probe};
 pub use report::{InodeFacts, InodeOrder};
 #[cfg(test)]
 pub(crate) use sys::{file_id, truncate};
@@ -317,6 +318,11 @@ impl Control for PassthroughFs {
         }
         self.watchers.clear();
         self.notifier.clear();
+    }
+
+    fn is_remote(&self, node: u64) -> bool {
+        let host = |inode: Arc<Inode>| self.hosts.known(inode.key.dev);
+        self.hosts.any_remote() && self.inodes.get(node).is_ok_and(|inode| host(inode).is_some_and(|host| host.remote))
     }
 
     fn watch_events(&self, node: u64, mask: u32) -> Result<()> {

@@ -105,8 +105,14 @@ impl PassthroughFs {
         let (valid, flag) = self.attr_lease(inode, st, leased);
         let mut attr = Attr { size, flags: flag | self.dax_flag(inode, st), ..self.attr(st) };
         let directory = inode.format() == libc::S_IFDIR;
-        if directory && inode.key.mount != parent.key.mount && self.has(InitFlags::SUBMOUNTS) {
-            attr.flags |= ATTR_SUBMOUNT;
+        if inode.key.mount != parent.key.mount {
+            if directory && self.has(InitFlags::SUBMOUNTS) {
+                attr.flags |= ATTR_SUBMOUNT;
+            }
+            if self.hosts.known(inode.key.dev).is_none() {
+                // From now on it is known whether its files are remote.
+                let _ = inode.with_fd(&self.places, |fd| Ok(self.hosts.get(inode.key.dev, fd)));
+            }
         }
         EntryOut {
             nodeid: inode.id,

@@ -123,6 +123,10 @@ impl<F: FileSystem> Server<F> {
         self.fs.destroy();
     }
 
+    fn is_open(&self) -> bool {
+        self.session.load(Ordering::Acquire) != CLOSED
+    }
+
     fn has(&self, flag: InitFlags) -> bool {
         self.session.load(Ordering::Acquire) & flag.bits() != 0
     }
@@ -131,15 +135,20 @@ impl<F: FileSystem> Server<F> {
         let header = request.header;
         let opcode = Opcode::from_u32(header.opcode);
         tracing::trace!(?opcode, raw = header.opcode, nodeid = header.nodeid, unique = header.unique, "request");
-        if reply.may_wait() && !opcode.is_some_and(serve::may_wait) {
+        let leaves = |opcode| asks_the_host(opcode) && self.fs.is_remote(header.nodeid);
+        if reply.may_wait() && !opcode.is_some_and(|opcode| serve::may_wait(opcode) || leaves(opcode)) {
             // The guest has replaced the request since the worker looked at it.
             return Err(Errno::INVAL);
         }
         let opcode = opcode.ok_or(Errno::NOSYS)?;
+        if !reply.may_wait() && self.is_open() && leaves(opcode) {
+            reply.serve_anew();
+            return Ok(());
+        }
         if opcode == Opcode::Init {
             return self.init(request, reply);
         }
-        if self.session.load(Ordering::Acquire) == CLOSED {
+        if !self.is_open() {
             return match opcode {
                 Opcode::Forget | Opcode::BatchForget | Opcode::Interrupt | Opcode::Destroy => {
                     reply.silence();
@@ -205,6 +214,26 @@ impl<F: FileSystem> Server<F> {
             serve(&fs, reply)
         })
     }
+}
+
+/// Whether a request makes system calls on the files that it names, and answers when they are done. Each of these may be
+/// served on any thread. io_uring is no way out for READ and WRITE: before it takes a FUSE file, the kernel sends POLL,
+/// and waits for the answer in the caller.
+const fn asks_the_host(opcode: Opcode) -> bool {
+    !matches!(
+        opcode,
+        Opcode::Init
+            | Opcode::Destroy
+            | Opcode::Forget
+            | Opcode::BatchForget
+            | Opcode::Interrupt
+            | Opcode::NotifyReply
+            | Opcode::Poll
+            | Opcode::Bmap
+            | Opcode::FsnotifyWatch
+            | Opcode::Setupmapping
+            | Opcode::Removemapping
+    )
 }
 
 fn init_out(compat: &InitInCompat, flags: InitFlags, map_alignment: u16) -> InitOut {

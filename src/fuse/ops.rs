@@ -52,6 +52,11 @@ pub trait Control: Send + Sync + 'static {
     fn destroy(&self);
     /// Ends this request with EINTR if it waits for a lock.
     fn interrupt(&self, unique: u64);
+    /// Whether any system call on this node's file may wait without end, because a server has the file. A queue's
+    /// worker must make none then.
+    fn is_remote(&self, _node: u64) -> bool {
+        false
+    }
     /// The guest wants to hear what others do to this node, by [`FsEvent`](super::notify::FsEvent)s of the kinds in
     /// `mask` (FS_* of include/linux/fsnotify_backend.h). 0: it does not any longer.
     ///

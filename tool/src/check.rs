@@ -111,7 +111,7 @@ impl Display for Line {
 /// Looks, and prints what it found. The status is 1 if something required is missing.
 pub fn run(options: &Options) -> Result {
     // The window process is forked, so this comes while there is one thread.
-    let windows = proxy::start(GuardMode::Fanotify, seccomp::Action::Kill);
+    let windows = proxy::start(GuardMode::Fanotify, proxy::DEADLINE, seccomp::Action::Kill);
     let dir = options.dir.as_ref().map(|path| Dir::open(path)).transpose()?;
     let line = |(need, found)| Line { need, found, required: need == Need::Sandbox || options.require.contains(&need) };
     let shared_dir = options.dir.clone().unwrap_or_else(std::env::temp_dir);
