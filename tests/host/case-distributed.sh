@@ -1,0 +1,207 @@
+# shellcheck shell=bash disable=SC2154  # lib.sh sets them
+# A share on a distributed file system: a GlusterFS volume of two bricks, mounted twice as by two hosts.
+
+# Of the network namespace that servers and clients are in, and the directory that is their root.
+far_net='' far_root=''
+# A documentation address (RFC 5737): GlusterFS takes no loopback address.
+far_address=198.51.100.1
+
+# far COMMAND...: runs a program of the servers' host.
+far() { nsenter --target "$far_net" --net chroot "$far_root" "$@" </dev/null; }
+
+# Ends servers and clients, which have left this process's group. They are known by their root.
+far_end() {
+    local process
+    for process in /proc/[0-9]*; do
+        [[ $(readlink "$process/root" 2>/dev/null) != "$far_root" ]] || kill -KILL "${process#/proc/}" 2>/dev/null || true
+    done
+}
+
+# gluster_start OPTION=VALUE...: starts a volume of two bricks, with these options, and mounts it on $far_root/mnt/a and b. Files are
+# distributed by their names, and each is on one brick.
+gluster_start() {
+    local layers option host
+    "$root/vm-images/setup.sh" distributed
+    layers=$(. "$root/vm-images/lib.sh" && echo "$(distributed_dir)/root:$(tree_dir)/root")
+    far_root=$work/far/root
+    mkdir -p "$far_root" "$work/far/rw"
+    mount -t tmpfs tmpfs "$work/far/rw"
+    mkdir "$work"/far/rw/{upper,work}
+    mount -t overlay -o "lowerdir=$layers,upperdir=$work/far/rw/upper,workdir=$work/far/rw/work" overlay "$far_root"
+    mount --bind /dev "$far_root/dev"
+    mount -t proc proc "$far_root/proc"
+    mkdir -p "$far_root"/{bricks,mnt/a,mnt/b}
+    mount -t tmpfs tmpfs "$far_root/bricks"
+    mkdir "$far_root"/bricks/{1,2}
+    setsid unshare --net sleep infinity >"$work/far/sleep" 2>&1 </dev/null &
+    far_net=$!
+    trap 'far_end; clean_up' EXIT
+    # unshare(1) has made the namespace when it has become sleep(1).
+    until [[ $(<"/proc/$far_net/comm") == sleep ]]; do sleep 0.01; done
+    far busybox ip link set lo up
+    far busybox ip addr add "$far_address/32" dev lo
+    echo '127.0.0.1 localhost' >"$far_root/etc/hosts"
+    far ldconfig
+    far glusterd >"$work/far/glusterd" 2>&1
+    # It listens some moments later. 60 s: on a busy machine.
+    wait_far 60 gluster --mode=script volume create v "$far_address":/bricks/{1,2}/data force
+    for option in "$@"; do far gluster --mode=script volume set v "${option%%=*}" "${option#*=}"; done
+    far gluster --mode=script volume start v
+    for host in a b; do gluster_mount "$host"; done
+}
+
+# wait_far SECONDS COMMAND...: runs a program of the servers' host until it succeeds.
+wait_far() {
+    local deadline=$((SECONDS + $1))
+    until far "${@:2}"; do
+        ((SECONDS < deadline)) || fail "no success within $1 s: ${*:2}"
+        sleep 0.2
+    done
+}
+
+gluster_mount() {
+    local deadline=$((SECONDS + 60))
+    far glusterfs --volfile-server="$far_address" --volfile-id=v --log-file="/var/log/$1.log" "/mnt/$1" >"$work/far/mount-$1" 2>&1
+    until mountpoint --quiet "$far_root/mnt/$1" && ls "$far_root/mnt/$1" >/dev/null 2>&1; do
+        ((SECONDS < deadline)) || fail "the volume is not mounted: $(tail -n 5 "$far_root/var/log/$1.log")"
+        sleep 0.1
+    done
+}
+
+# brick_pid N: prints the process that serves brick N, if there is one.
+brick_pid() {
+    local process
+    for process in /proc/[0-9]*; do
+        # It may end meanwhile.
+        if [[ $( (tr '\0' ' ' <"$process/cmdline") 2>/dev/null) == *glusterfsd*"--brick-name /bricks/$1/data"* ]]; then
+            [[ $(readlink "$process/root") != "$far_root" ]] || echo "${process#/proc/}"
+        fi
+    done
+}
+
+# far_share NAME MOUNT: makes a directory of the volume, and sets $share to it.
+far_share() {
+    share=$far_root/mnt/$2/$1
+    mkdir -p -m 755 "$share"
+}
+
+# Two guests, each on a host of its own, write and read in turn and lock each other out. 5 s: the guest keeps attributes for 1 s, and the
+# host's mount for another; the rest is for a busy machine.
+case_distributed_two_hosts() {
+    local role pids=() failed='' share
+    gluster_start
+    make_share meet
+    far_share share a
+    for role in a b; do
+        start_daemon "s@$role" "$far_root/mnt/$role/share" --xattr --posix-lock --flock
+        start_daemon "meet@$role" "$work/meet" --cache=never
+        "$boot" --kind uml --log-dir "$work/$role.logs" --ro-dir "$guest_dir" --timeout 300 \
+            --fs "s=$work/sockets/s@$role" --fs "meet=$work/sockets/meet@$role" \
+            "$guest_dir/duo.py" "$role" 5 changes locks &
+        pids+=($!)
+    done
+    for role in "${pids[@]}"; do wait "$role" || failed=yes; done
+    [[ -z $failed ]] || fail "the guests do not agree"
+    logs_are_clean "$work/a.logs" && logs_are_clean "$work/b.logs" && logs_are_clean "$work/daemons.logs"
+}
+
+# A server hangs, is killed and comes back, while a guest uses the files of both.
+case_distributed_server() {
+    local share pid name brick stopped server
+    gluster_start network.ping-timeout=10
+    far_share share a
+    # Names that are on brick 1 and on brick 2.
+    local -A on
+    for name in {1..50}; do
+        echo >"$share/file-$name"
+        for brick in 1 2; do [[ ! -e $far_root/bricks/$brick/data/share/file-$name ]] || on[$brick]=file-$name; done
+    done
+    start_daemon s "$share"
+    "$boot" --kind uml --log-dir "$work/guest.logs" --ro-dir "$guest_dir" --fs "s=$work/sockets/s" --timeout 300 \
+        "$guest_dir/servers.py" "${on[1]}" "${on[2]}" >"$work/out" 2>&1 &
+    pid=$!
+    file_goes_on "${on[1]}" "$pid"
+    file_goes_on "${on[2]}" "$pid"
+
+    # One server hangs: the files of the other are served by the same queue.
+    stopped=$(brick_pid 1)
+    [[ $stopped ]] || fail 'brick 1 has no process'
+    mapfile -d '' server <"/proc/$stopped/cmdline"
+    kill -STOP "$stopped"
+    file_waits "${on[1]}" "$pid"
+    file_goes_on "${on[2]}" "$pid"
+    kill -CONT "$stopped"
+    file_goes_on "${on[1]}" "$pid"
+
+    # It dies: its files give errors. It comes back: they are there again.
+    kill -KILL "$stopped"
+    wait_line "$work/out" "^${on[1]} ENOTCONN" 60 "$pid"
+    file_goes_on "${on[2]}" "$pid"
+    # By its own command, with its own port. "gluster volume start v force" may come too early for glusterd, and clients then look for
+    # the old process without end.
+    far "${server[@]}"
+    file_goes_on "${on[1]}" "$pid"
+    note "errors while the server was away: $(grep -oE "^${on[1]} E[A-Z]+" "$work/out" | sort | uniq -c | tr '\n' ' ')"
+    touch "$share/end"
+    wait "$pid" || fail "the guest failed: $(tail -n 5 "$work/out")"
+    logs_are_clean "$work/guest.logs" && logs_are_clean "$work/daemons.logs"
+}
+
+file_rounds() { grep -cE "^$1 ok" "$work/out" || true; }
+
+# file_goes_on FILE PID: the guest has used the file some more times. 120 s: a client connects anew every three seconds.
+file_goes_on() {
+    local before deadline=$((SECONDS + 120))
+    before=$(file_rounds "$1")
+    until (($(file_rounds "$1") >= before + 5)); do
+        kill -0 "$2" || fail "the guest has ended: $(tail -n 5 "$work/out")"
+        ((SECONDS < deadline)) || fail "$1 is not served: $(tail -n 5 "$work/out")"
+        sleep 0.1
+    done
+}
+
+# file_waits FILE PID: the guest uses the file no more. Two looks with the same count: it is used many times a second.
+file_waits() {
+    local before
+    until before=$(file_rounds "$1") && sleep 1 && (($(file_rounds "$1") == before)); do kill -0 "$2" || fail 'the guest has ended'; done
+}
+
+# What GlusterFS 11.1 itself does not do, tried on its mount without a guest: RENAME_EXCHANGE and RENAME_WHITEOUT, O_TMPFILE, times of
+# birth, fchmod(2) of a removed file, FALLOC_FL_ZERO_RANGE (it leaves the bytes), flock(2) beside fcntl(2) locks of one file, ACLs without
+# the mount option, paths of 5,000 bytes.
+far_lacks=(fallocate rename_flags rename_whiteout unlinked_but_open tmpfile deep_path birth_time acls locks)
+
+# The suites on one mount.
+soak_distributed_functional() {
+    local share names
+    mapfile -t names < <(sed -n 's/^def test_\([a-z0-9_]*\)(.*/\1/p' "$guest_dir/functional.py" | grep -vxFf <(printf '%s\n' "${far_lacks[@]}"))
+    gluster_start
+    far_share share a
+    guest functional --kind uml --share "s=$share" --daemon-args "--xattr --posix-lock --flock --killpriv-v2" \
+        "$guest_dir/functional.py" /mnt/s "${names[@]}"
+}
+
+soak_distributed_fsx() {
+    local share mode arguments=()
+    gluster_start
+    for mode in auto never; do
+        far_share "$mode" a
+        start_daemon "$mode" "$share" --cache="$mode"
+        arguments+=(--fs "$mode=$work/sockets/$mode")
+    done
+    guest fsx --kind uml --tools --timeout 7200 "${arguments[@]}" "$guest_dir/fsx.sh" "$(pick 1000 20000)" 1
+    logs_are_clean "$work/daemons.logs"
+}
+
+soak_distributed_pjdfstest() {
+    local share
+    gluster_start
+    far_share pjd a
+    mkdir "$work/pjd"
+    mount --bind "$share" "$work/pjd"
+    "$boot" --kind uml --tools --log-dir "$work/pjd.logs" --share "s=$share" "$guest_dir/pjdfstest.sh" 2>&1 |
+        sed 's/\x1b\[[0-9;]*m//g' | tee "$work/pjd.out" || true
+    sed -nE 's/^([a-z0-9_:]+) +(ok|FAILED|skipped|expected_failure)$/\1 \2/p' "$work/pjd.out" | sort >"$work/pjd.results"
+    note "pjdfstest on GlusterFS: $(count pjd ok) passed, $(count pjd FAILED) failed, $(count pjd skipped) skipped"
+    note "failed: $(sed -n 's/ FAILED$//p' "$work/pjd.results" | tr '\n' ' ')"
+}
