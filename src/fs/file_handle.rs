@@ -14,8 +14,17 @@ use crate::watch::FileId;
 
 /// A file handle and an open file of its mount.
 pub struct FileHandle {
-    mount: Arc<OwnedFd>,
+    mount: Arc<Mount>,
     raw: RawHandle,
+}
+
+/// A mount that has handles.
+struct Mount {
+    /// An open file of it.
+    fd: OwnedFd,
+    /// It is NFS, whose client gives a file another name (.nfs...) instead of removing it while any descriptor refers
+    /// to it, O_PATH ones included.
+    renames: bool,
 }
 
 impl FileHandle {
@@ -25,13 +34,18 @@ impl FileHandle {
     }
 
     pub fn open(&self, flags: OFlags) -> Result<OwnedFd> {
-        sys::open_by_handle(self.mount.as_fd(), &self.raw, flags.bits() as i32)
+        sys::open_by_handle(self.mount.fd.as_fd(), &self.raw, flags.bits() as i32)
+    }
+
+    /// Whether a descriptor that nobody needs does harm, since it keeps the file from being removed.
+    pub fn keeps_name(&self) -> bool {
+        self.mount.renames
     }
 }
 
 /// An open file of each mount that has handles, by mount id. `None`: its handles do not last.
 #[derive(Default)]
-pub struct Mounts(DashMap<i32, Option<Weak<OwnedFd>>>);
+pub struct Mounts(DashMap<i32, Option<Weak<Mount>>>);
 
 impl Mounts {
     /// A handle of this file. The first of each mount was seen to open.
@@ -50,7 +64,7 @@ impl Mounts {
     }
 
     /// An open file of the mount, and whether it was opened just now.
-    fn mount(&self, id: i32, fd: BorrowedFd) -> Result<(Arc<OwnedFd>, bool)> {
+    fn mount(&self, id: i32, fd: BorrowedFd) -> Result<(Arc<Mount>, bool)> {
         if let Some(known) = self.0.get(&id) {
             match known.as_ref().map(Weak::upgrade) {
                 Some(Some(mount)) => return Ok((mount, false)),
@@ -61,7 +75,8 @@ impl Mounts {
         }
         // FUSE names a file by what the kernel has in its cache. Once the kernel drops the file from there, the handle
         // is stale, unless the server can find it again (FUSE_EXPORT_SUPPORT), which cannot be seen from outside.
-        if fstatfs(fd).is_ok_and(|st| st.f_type == libc::FUSE_SUPER_MAGIC) {
+        let kind = fstatfs(fd)?.f_type;
+        if kind == libc::FUSE_SUPER_MAGIC {
             self.0.insert(id, None);
             return Err(Errno::OPNOTSUPP);
         }
@@ -71,7 +86,8 @@ impl Mounts {
             _ => return Err(Errno::OPNOTSUPP),
         }
         // NONBLOCK: does not wait for the holder of a lease.
-        let mount = Arc::new(reopen(fd, OFlags::RDONLY | OFlags::NONBLOCK)?);
+        let fd = reopen(fd, OFlags::RDONLY | OFlags::NONBLOCK)?;
+        let mount = Arc::new(Mount { fd, renames: kind == libc::NFS_SUPER_MAGIC });
         self.0.insert(id, Some(Arc::downgrade(&mount)));
         Ok((mount, true))
     }

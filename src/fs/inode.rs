@@ -268,6 +268,9 @@ impl Inode {
 
     /// Keeps a descriptor of its file, open for reading (`readable`) or O_PATH, if there is room.
     pub fn keep(self: &Arc<Self>, places: &Places, fd: OwnedFd, readable: bool) {
+        if matches!(&*self.place.read_recursive(), Place::Handle(handle) if handle.keeps_name()) {
+            return;
+        }
         let flags = if readable { OFlags::RDONLY } else { OFlags::PATH };
         drop(self.put(places, Spare { fd, flags, listing: None }));
     }
