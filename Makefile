@@ -8,15 +8,37 @@ export CARGO_NET_RETRY = 10
 
 SCRIPTS = vm-images/boot vm-images/setup.sh vm-images/build-* vm-images/lib.sh vm-images/linux-source.sh vm-images/guest/* .ci/run tests/run tests/demo \
 	guest-kernel/build fuzz/run fuzz/rustc tests/dependencies tests/documented examples/qemu tests/sanitized tests/miri \
+	packaging/build packaging/stage packaging/guest-kernel/apply packaging/deb/p* \
 	tests/guest/demo-init tests/guest/*.sh tests/host/run-case tests/host/*.sh
 
 .PHONY: all build tree tools guests images guest-kernel guest-kernel-debug demo unit quick test soak neighbours bench check install \
-	clean fuzz fuzz-short asan tsan miri
+	programs static-programs packages clean fuzz fuzz-short asan tsan miri
 
 all: build
 
+# The building machine's paths do not belong into programs: without them, the same source gives the same bytes everywhere.
+remap = --remap-path-prefix=$(CURDIR)=/usr/src/thruway --remap-path-prefix=$(or $(CARGO_HOME),$(HOME)/.cargo)=/cargo
+build programs static-programs: export RUSTFLAGS += $(remap)
+static-programs: export RUSTFLAGS += -C target-feature=+crt-static
+# For users. Not the package thruway-bench's neighbour xtask.
+programs static-programs: packages = --locked --package thruway --package thruway-bench --package thruway-tool --bins
+
 build:
 	$(CARGO) build --release --bin thruwayd
+
+programs:
+	$(CARGO) build --release $(packages)
+
+# With --target, the build scripts and macros stay as they are.
+STATIC_TARGET ?= x86_64-unknown-linux-gnu
+static-programs:
+	$(CARGO) build --release --target $(STATIC_TARGET) $(packages)
+
+# In target/packages: a Debian package, an RPM, a static tarball, a container's files, and the guest kernel's patches. docs/install.md
+# describes them. About 6 minutes on two CPUs. ARGS selects some, for example ARGS=deb.
+packages:
+	vm-images/setup.sh test-packages
+	packaging/build $(ARGS)
 
 tree tools:
 	vm-images/setup.sh $@
@@ -104,10 +126,9 @@ check:
 	@! git grep -n '&& let ' -- '*.rs' || { echo 'make check: let chains need Rust 1.88, and Debian 13 has 1.85' >&2; exit 1; }
 	if command -v shellcheck >/dev/null; then shellcheck -x -P SCRIPTDIR $(SCRIPTS); else echo 'make check: shellcheck is not installed: scripts are not checked'; fi
 
-install: build
-	install -D -m 755 target/release/thruwayd $(DESTDIR)$(PREFIX)/libexec/thruwayd
-	install -D -m 644 50-thruway.json $(DESTDIR)$(PREFIX)/share/qemu/vhost-user/50-thruway.json
-	sed -i 's|"binary": *"[^"]*"|"binary": "$(PREFIX)/libexec/thruwayd"|' $(DESTDIR)$(PREFIX)/share/qemu/vhost-user/50-thruway.json
+# No symbols are removed. The package of a distribution does not conflict with /usr/local.
+install: programs
+	packaging/stage "$(DESTDIR)" "$(PREFIX)" target/release
 
 clean:
 	$(CARGO) clean

@@ -1,0 +1,315 @@
+# shellcheck shell=bash disable=SC2154  # lib.sh sets them
+# What make packages makes: each package is installed in a clean tree, and the daemon from there serves guests.
+
+# clean_root NAME: a copy of the guests' Debian tree in $work/NAME/root, which has systemd and nothing of Thruway. Its share is
+# /srv/share, on the host's disk in $work/NAME/share.
+clean_root() {
+    local base=$work/$1 tree
+    tree=$(. "$root/vm-images/lib.sh" && tree_dir)/root
+    mkdir -p "$base"/{root,share,changes}
+    mount -t tmpfs tmpfs "$base/changes"
+    mkdir "$base/changes"/{upper,work}
+    mount -t overlay -o "lowerdir=$tree,upperdir=$base/changes/upper,workdir=$base/changes/work" overlay "$base/root"
+    mount_system "$base/root"
+    mkdir "$base/root/srv/share"
+    mount --bind "$base/share" "$base/root/srv/share"
+    # The tree's dpkg leaves out documents and manual pages.
+    rm -f "$base/root"/etc/dpkg/dpkg.cfg.d/*
+}
+
+# mount_system ROOT: what a container has besides its root.
+mount_system() {
+    local node
+    mkdir -p "$1"/{proc,run,tmp,dev,sys}
+    mount -t tmpfs -o mode=755 tmpfs "$1/run"
+    mount -t tmpfs -o mode=755 tmpfs "$1/dev"
+    mkdir "$1/dev/shm"
+    for node in null zero full random urandom tty fuse; do
+        : >"$1/dev/$node"
+        mount --bind "/dev/$node" "$1/dev/$node"
+    done
+    mount -t tmpfs tmpfs "$1/tmp"
+}
+
+# start_systemd NAME: boots the systemd of $work/NAME/root in namespaces, and a cgroup, of its own. in_machine NAME COMMAND... runs a
+# command there.
+start_systemd() {
+    local base=$work/$1 outer deadline=$((SECONDS + 60))
+    # shellcheck disable=SC2016  # the inner shell's variables
+    setsid unshare --mount --propagation slave --pid --ipc --uts --net --fork bash -c '
+        set -e
+        cd "$1"
+        mount -t cgroup2 cgroup2 sys
+        mkdir -p "sys/$2"
+        echo 0 >"sys/$2/cgroup.procs"
+        umount sys
+        exec unshare --cgroup bash -c "
+            set -e
+            mount -t proc proc proc
+            # Its settings are for a machine of its own.
+            mount --bind proc/sys proc/sys
+            mount -o remount,bind,ro proc/sys
+            mount -t sysfs -o ro sysfs sys
+            mount -t cgroup2 cgroup2 sys/fs/cgroup
+            exec env -i container=thruway-test PATH=/usr/sbin:/usr/bin:/sbin:/bin \
+                chroot . /lib/systemd/systemd --unit=basic.target --log-target=console --log-level=info
+        "' start_systemd "$base/root" "thruway-test-$$-$1" >"$base/systemd.log" 2>&1 </dev/null &
+    outer=$!
+    # 60 s: it needs two or three.
+    until read -r "machine_$1" < <(cat "/proc/$outer"/task/*/children 2>/dev/null) && [[ -S $base/root/run/systemd/private ]] &&
+        [[ $(in_machine "$1" systemctl is-system-running) == running ]]; do
+        ((SECONDS < deadline)) && kill -0 "$outer" 2>/dev/null ||
+            fail "systemd did not start in $1: $(in_machine "$1" systemctl --failed 2>&1; tail -n 5 "$base/systemd.log")"
+        sleep 0.1
+    done
+}
+
+in_machine() {
+    local pid=machine_$1
+    nsenter -t "${!pid}" --all --root --wd=/ -- /usr/bin/env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin "${@:2}"
+}
+
+stop_systemd() {
+    local pid=machine_$1
+    # SIGRTMIN+4 is systemd's power off.
+    kill -s RTMIN+4 "${!pid}"
+    wait_gone 20 "${!pid}" || fail "systemd of $1 does not end"
+}
+
+# files NAME: lists the files of the tree with their types, except for what dpkg, rpm, systemd and the share keep.
+files() {
+    in_machine "$1" find / -xdev \( -path /var/lib/dpkg -o -path /var/lib/rpm -o -path /var/log -o -path /var/lib/systemd \
+        -o -path /var/cache -o -path /srv \) -prune -o -printf '%y %m %p\n' | sort
+    in_machine "$1" find /run/thruway /srv 2>/dev/null | grep -v '^/srv' || true
+}
+
+# enable_share NAME OPTIONS: the share "data", by the units.
+enable_share() {
+    printf 'SHARED_DIR=/srv/share\nOPTIONS=%s\n' "$2" >"$work/$1/root/etc/thruway/data.conf"
+    in_machine "$1" systemctl enable --quiet --now thruwayd@data.socket
+}
+
+# serve NAME DIRECTORY SOCKET BOOT-ARGUMENT...: a guest reads and writes the share, which is DIRECTORY on the host.
+serve() {
+    local name=$1 directory=$2 socket=$3
+    echo host >"$directory/from-the-host"
+    guest "$name" --fs "data=$socket" "${@:4}"
+    [[ $(cat "$directory/from-the-guest") == guest ]] || fail "the guest $name wrote nothing"
+    rm "$directory"/from-the-*
+}
+
+# session_ended NAME: the guest has gone, and so does its daemon, which has logged no error. The socket stays.
+session_ended() {
+    local deadline=$((SECONDS + 10))
+    while [[ $(in_machine "$1" systemctl is-active thruwayd@data.service) != inactive ]]; do
+        ((SECONDS < deadline)) || fail "the daemon stayed: $(in_machine "$1" systemctl status --lines=20 thruwayd@data.service 2>&1)"
+        sleep 0.1
+    done
+    [[ $(in_machine "$1" systemctl is-active thruwayd@data.socket) == active ]] || fail 'the socket has gone'
+    in_machine "$1" journalctl --quiet --output=cat --unit=thruwayd@data.service >"$work/$1/daemon.log"
+    logs_are_clean "$work/$1"
+}
+
+# nothing_left NAME: after the removal the tree is as it was when its files were listed to $work/NAME/before.
+nothing_left() {
+    local left
+    files "$1" >"$work/$1/after"
+    left=$(diff "$work/$1/before" "$work/$1/after") || fail "the package left something behind: $left"
+    [[ -z $(in_machine "$1" pgrep -f thruwayd) ]] || fail 'a daemon still runs'
+}
+
+# The limit of systemd-analyze's exposure, times ten. It was 46 when the unit was written: the share needs a daemon of root that may
+# mount.
+exposure=50
+
+deb_package() {
+    local pid
+    clean_root deb
+    start_systemd deb
+    files deb >"$work/deb/before"
+    cp "$1" "$work/deb/root/tmp/thruway.deb"
+    in_machine deb dpkg --install /tmp/thruway.deb || fail 'dpkg does not install the package'
+    in_machine deb systemd-analyze verify --man=no --recursive-errors=no thruwayd@data.service thruwayd@data.socket ||
+        fail 'the units are not valid'
+    in_machine deb systemd-analyze security --offline=true --no-pager --threshold="$exposure" thruwayd@data.service >"$work/security" ||
+        fail "the unit is exposed more than before: $(grep -v '✓' "$work/security")"
+    in_machine deb bash -c 'thruway --version && thruwayd=$(sed -n "s/.*\"binary\": \"\(.*\)\",/\1/p" /usr/share/qemu/vhost-user/*.json) &&
+        $thruwayd --print-capabilities' || fail 'the programs do not run'
+
+    # The whole suite, since the unit's restrictions must not change the share.
+    enable_share deb '--posix-acl --allow-direct-io --posix-lock --flock'
+    guest deb --kind uml --fs "data=$work/deb/root/run/thruway/data.sock" "$guest_dir/functional.py" /mnt/data
+    session_ended deb
+    # The next guest gets another daemon. What the host mounts meanwhile is seen.
+    start_submount &
+    serve deb-again "$work/deb/share" "$work/deb/root/run/thruway/data.sock" "$guest_dir/installed.py" /mnt/data submount
+    session_ended deb
+    in_machine deb umount /srv/share/below || fail 'a submount stays busy'
+
+    # A window, with its process and the guard.
+    enable_share deb '--dax-window=128M,required --log-level=debug'
+    seq 200000 | sed '1s/.*/host/' >"$work/deb/share/mapped"
+    truncate_mapped &
+    serve deb-window "$work/deb/share" "$work/deb/root/run/thruway/data.sock" --kind qemu --dax --mount-opts dax=always \
+        "$guest_dir/installed.py" /mnt/data window
+    session_ended deb
+    [[ $(head -n 1 "$work/deb/share/mapped") == guest ]] || fail 'the window did not reach the file'
+
+    # With a share in use.
+    enable_share deb ''
+    in_machine deb systemctl start thruwayd@data.service
+    in_machine deb dpkg --purge thruway || fail 'dpkg does not remove the package'
+    nothing_left deb
+    stop_systemd deb
+}
+
+start_submount() {
+    wait_line "$work/deb/share/from-the-guest" guest 60
+    in_machine deb bash -c 'mkdir /srv/share/below && mount -t tmpfs tmpfs /srv/share/below && : >/srv/share/below/here'
+}
+
+# A host process truncates the mapped file. Without the guard, QEMU would end by SIGBUS.
+truncate_mapped() {
+    local deadline=$((SECONDS + 120))
+    until [[ -e $work/deb/share/is-mapped ]]; do ((SECONDS < deadline)) || return 1; sleep 0.1; done
+    truncate --size 6 "$work/deb/share/mapped"
+    : >"$work/deb/share/looked"
+}
+
+rpm_package() {
+    clean_root rpm
+    start_systemd rpm
+    # The tree has dpkg's packages: rpm knows of no libc there.
+    install_rpm=(rpm --root "$work/rpm/root" --nodeps)
+    files rpm >"$work/rpm/before"
+    "${install_rpm[@]}" --install "$1" || fail 'rpm does not install the package'
+    in_machine rpm systemctl daemon-reload
+    enable_share rpm ''
+    serve rpm "$work/rpm/share" "$work/rpm/root/run/thruway/data.sock" --kind uml "$guest_dir/installed.py" /mnt/data
+    session_ended rpm
+    rm "$work/rpm/root/etc/thruway/data.conf"
+    "${install_rpm[@]}" --erase thruway || fail 'rpm does not remove the package'
+    in_machine rpm systemctl daemon-reload
+    nothing_left rpm
+    stop_systemd rpm
+}
+
+# The guest kernel's patches: the same in both packages, all of them, in their order.
+guest_kernel_package() {
+    local out=$work/guest-kernel patches
+    mkdir -p "$out/tar" "$out/deb"
+    tar -C "$out/tar" -xf "$1"
+    dpkg-deb -x "$2" "$out/deb"
+    diff -r "$out/tar" "$out/deb/usr/src/thruway-guest-kernel" || fail 'the packages of the patches differ'
+    mapfile -t patches < <(. "$root/vm-images/lib.sh" && printf '%s\n' "${guest_patches[@]}")
+    (cd "$out/tar" && xargs cat <series) | cmp - <(cat "${patches[@]}") || fail 'patches are missing, or in another order'
+}
+
+# The release daemon, with the other programs as the unit tests build them. soak_packages_all has release builds of all.
+case_packages() {
+    local programs=$work/programs
+    mkdir "$programs"
+    (cd "$root" && CARGO_TARGET_DIR=$root/target cargo build --quiet --package thruway-bench --package thruway-tool --bins)
+    cp "$root"/target/debug/{thruway,thruway-bench} "$THRUWAY_DAEMON" "$programs/"
+    make_packages "$root" "$programs" "$work/packages"
+    # From another directory, by another user's settings, with files of other times.
+    mkdir "$work/elsewhere"
+    (cd "$root" && git ls-files -z | tar --null -T - -cf -) | tar -C "$work/elsewhere" -m -xf -
+    (umask 077 && TZ=Asia/Tokyo VERSION=$(version) SOURCE_DATE_EPOCH=$(git -C "$root" log -1 --format=%ct) &&
+        export TZ VERSION SOURCE_DATE_EPOCH && make_packages "$work/elsewhere" "$programs" "$work/packages-again")
+    diff -r "$work/packages" "$work/packages-again" || fail 'the packages are not reproducible'
+    deb_package "$work"/packages/thruway_*.deb
+    rpm_package "$work"/packages/thruway-*.rpm
+    guest_kernel_package "$work"/packages/thruway-guest-kernel-*.tar.gz "$work"/packages/thruway-guest-kernel-*.deb
+}
+
+# make_packages SOURCE PROGRAMS DIRECTORY: those packages that need no other build.
+make_packages() {
+    rm -rf "$1/target/packages"
+    "$1/packaging/build" --programs "$2" deb rpm guest-kernel || fail 'packaging/build failed'
+    mv "$1/target/packages" "$3"
+}
+version() { basename "$work"/packages/thruway_*.deb | sed 's/^thruway_\(.*\)-1_.*/\1/'; }
+
+# All packages by release builds from two directories: the same bytes. Static programs in a tree without anything else, and as the
+# container's image would run them. cargo install. The patches apply to Linux.
+soak_packages_all() {
+    local clone=$work/clone out
+    git clone --quiet "$root" "$clone"
+    for source in "$root" "$clone"; do
+        rm -rf "$source/target/packages"
+        make -C "$source" packages || fail 'make packages failed'
+    done
+    diff -r "$root/target/packages" "$clone/target/packages" || fail 'the packages are not reproducible'
+    out=$root/target/packages
+    deb_package "$out"/thruway_*.deb
+    rpm_package "$out"/thruway-*.rpm
+    static_tarball "$out"/thruway-*-static-*.tar.gz
+    container_image "$out/container"
+    cargo install --quiet --locked --path "$root" --root "$work/cargo" && "$work/cargo/bin/thruwayd" --version || fail 'cargo install failed'
+    patches_apply "$out"/thruway-guest-kernel-*.tar.gz
+}
+
+# bare_root NAME: an empty tree with the mounts of a container.
+bare_root() {
+    mkdir -p "$work/$1"/{root,share}
+    mount --bind "$work/$1/root" "$work/$1/root"
+    mount_system "$work/$1/root"
+    mkdir "$work/$1/root"/{share,run/thruway}
+    mount --bind "$work/$1/share" "$work/$1/root/share"
+}
+
+# run_bare NAME COMMAND...: the daemon with the tree as its root, in namespaces of its own; then a guest uses it.
+run_bare() {
+    local name=$1 socket=$work/$1/root/run/thruway/fs.sock deadline=$((SECONDS + 10))
+    shift
+    # shellcheck disable=SC2016  # the inner shell's variables
+    setsid unshare --mount --pid --net --ipc --uts --fork bash -c '
+        cd "$1"
+        shift
+        mount -t proc proc proc
+        exec "$@"' run_bare "$work/$name/root" "$@" >"$work/$name/daemon.log" 2>&1 &
+    until [[ -S $socket ]]; do
+        ((SECONDS < deadline)) || fail "the daemon of $name does not listen: $(cat "$work/$name/daemon.log")"
+        sleep 0.1
+    done
+    serve "$name" "$work/$name/share" "$socket" --kind uml "$guest_dir/installed.py" /mnt/data
+    logs_are_clean "$work/$name"
+}
+
+static_tarball() {
+    bare_root static
+    mkdir -p "$work/static/root/usr/local"
+    tar -C "$work/static/root/usr/local" -xf "$1"
+    note "$(basename "$1"): $(file -b "$work/static/root/usr/local/libexec/thruwayd" | cut -c1-100)"
+    run_bare static chroot . /usr/local/libexec/thruwayd --socket-path /run/thruway/fs.sock --shared-dir /share --tag data
+    "$work/static/root/usr/local/bin/thruway" --version || fail 'the static tool does not run'
+}
+
+# What docker would do with the Dockerfile FROM scratch: ADD unpacks the tarball, and a container has these capabilities.
+container_image() {
+    local command caps=chown,dac_override,fowner,fsetid,kill,setgid,setuid,setpcap,net_bind_service,net_raw,sys_chroot,mknod,audit_write
+    caps+=,setfcap
+    bare_root image
+    mkdir -p "$work/image/root$(sed -n 's/^ADD thruway-\*\.tar\.gz //p' "$1/Dockerfile")"
+    tar -C "$work/image/root$(sed -n 's/^ADD thruway-\*\.tar\.gz //p' "$1/Dockerfile")" -xf "$1"/thruway-*.tar.gz
+    mapfile -t command < <(sed -n 's/^\(ENTRYPOINT\|CMD\) //p' "$1/Dockerfile" | python3 -c '
+import json, sys
+for line in sys.stdin: print(*json.loads(line), sep="\n")')
+    ((${#command[@]} > 1)) || fail 'the Dockerfile has no command'
+    run_bare image setpriv --bounding-set="-all,+${caps//,/,+}" --no-new-privs chroot . "${command[@]}" --tag data
+}
+
+# As INSTALL.md tells Debian's users.
+patches_apply() (
+    local apt=$work/linux-apt linux=$work/linux
+    mkdir -p "$work/patches" "$linux"
+    tar -C "$work/patches" -xf "$1"
+    . "$root/vm-images/lib.sh"
+    private_apt "$apt" && cd "$apt" && APT_CONFIG=$apt/apt.conf apt-get --quiet download linux-source-7.2/trixie-backports ||
+        APT_CONFIG=$apt/apt.conf apt-get --quiet download linux-source-7.2
+    dpkg-deb -x linux-source-*.deb "$apt"
+    tar -xf "$apt"/usr/src/linux-source-7.2.tar.xz -C "$linux" --strip-components=1
+    "$work/patches/apply" "$linux" || fail 'the packaged patches do not apply'
+    grep -q VIRTIO_FS_PASSTHROUGH "$linux/fs/fuse/Kconfig" || fail 'the packaged patches changed nothing'
+)
