@@ -31,5 +31,6 @@ if "window" in extras:
         assert m[:5] == b"host\n"
         m[:6] = b"guest\n"
         m.flush()
-        open(f"{d}/is-mapped", "w").close()
+        with open(f"{d}/is-mapped", "w") as told:
+            told.write("mapped\n")
         awaited(f"{d}/looked")

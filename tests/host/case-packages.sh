@@ -36,7 +36,7 @@ mount_system() {
 start_systemd() {
     local base=$work/$1 outer deadline=$((SECONDS + 60))
     # shellcheck disable=SC2016  # the inner shell's variables
-    setsid unshare --mount --propagation slave --pid --ipc --uts --net --fork bash -c '
+    setsid unshare --mount --propagation slave --pid --ipc --uts --net --fork --kill-child bash -c '
         set -e
         cd "$1"
         mount -t cgroup2 cgroup2 sys
@@ -51,12 +51,14 @@ start_systemd() {
             mount -o remount,bind,ro proc/sys
             mount -t sysfs -o ro sysfs sys
             mount -t cgroup2 cgroup2 sys/fs/cgroup
+            # systemd makes them shared, but not in a container.
+            mount --make-rshared .
             exec env -i container=thruway-test PATH=/usr/sbin:/usr/bin:/sbin:/bin \
                 chroot . /lib/systemd/systemd --unit=basic.target --log-target=console --log-level=info
         "' start_systemd "$base/root" "thruway-test-$$-$1" >"$base/systemd.log" 2>&1 </dev/null &
     outer=$!
     # 60 s: it needs two or three.
-    until read -r "machine_$1" < <(cat "/proc/$outer"/task/*/children 2>/dev/null) && [[ -S $base/root/run/systemd/private ]] &&
+    until printf -v "machine_$1" '%d' "$(cat "/proc/$outer"/task/*/children 2>/dev/null | tr -d ' ')" && [[ -S $base/root/run/systemd/private ]] &&
         [[ $(in_machine "$1" systemctl is-system-running) == running ]]; do
         ((SECONDS < deadline)) && kill -0 "$outer" 2>/dev/null ||
             fail "systemd did not start in $1: $(in_machine "$1" systemctl --failed 2>&1; tail -n 5 "$base/systemd.log")"
@@ -74,6 +76,7 @@ stop_systemd() {
     # SIGRTMIN+4 is systemd's power off.
     kill -s RTMIN+4 "${!pid}"
     wait_gone 20 "${!pid}" || fail "systemd of $1 does not end"
+    find "$(findmnt -n -o TARGET -t cgroup2 | head -n 1)/thruway-test-$$-$1" -depth -type d -exec rmdir {} +
 }
 
 # files NAME: lists the files of the tree with their types, except for what dpkg, rpm, systemd and the share keep.
@@ -123,21 +126,24 @@ nothing_left() {
 exposure=50
 
 deb_package() {
-    local pid
+    local unit
     clean_root deb
     start_systemd deb
     files deb >"$work/deb/before"
     cp "$1" "$work/deb/root/tmp/thruway.deb"
     in_machine deb dpkg --install /tmp/thruway.deb || fail 'dpkg does not install the package'
-    in_machine deb systemd-analyze verify --man=no --recursive-errors=no thruwayd@data.service thruwayd@data.socket ||
+    # systemd-analyze takes files, and the instance from their names.
+    mkdir "$work/deb/root/tmp/units"
+    for unit in service socket; do cp "$work/deb/root/usr/lib/systemd/system/thruwayd@.$unit" "$work/deb/root/tmp/units/thruwayd@data.$unit"; done
+    in_machine deb systemd-analyze verify --man=no /tmp/units/thruwayd@data.service /tmp/units/thruwayd@data.socket ||
         fail 'the units are not valid'
-    in_machine deb systemd-analyze security --offline=true --no-pager --threshold="$exposure" thruwayd@data.service >"$work/security" ||
-        fail "the unit is exposed more than before: $(grep -v '✓' "$work/security")"
-    in_machine deb bash -c 'thruway --version && thruwayd=$(sed -n "s/.*\"binary\": \"\(.*\)\",/\1/p" /usr/share/qemu/vhost-user/*.json) &&
+    in_machine deb systemd-analyze security --offline=true --no-pager --threshold="$exposure" /tmp/units/thruwayd@data.service \
+        >"$work/security" || fail "the unit is exposed more than before: $(grep -v '✓' "$work/security")"
+    in_machine deb bash -c 'thruway --version && thruwayd=$(sed -n "s/.*\"binary\": \"\(.*\)\",/\1/p" /usr/share/qemu/vhost-user/50-thruway.json) &&
         $thruwayd --print-capabilities' || fail 'the programs do not run'
 
     # The whole suite, since the unit's restrictions must not change the share.
-    enable_share deb '--posix-acl --allow-direct-io --posix-lock --flock'
+    enable_share deb '--posix-acl --allow-direct-io --killpriv-v2 --posix-lock --flock'
     guest deb --kind uml --fs "data=$work/deb/root/run/thruway/data.sock" "$guest_dir/functional.py" /mnt/data
     session_ended deb
     # The next guest gets another daemon. What the host mounts meanwhile is seen.
@@ -149,9 +155,14 @@ deb_package() {
     # A window, with its process and the guard.
     enable_share deb '--dax-window=128M,required --log-level=debug'
     seq 200000 | sed '1s/.*/host/' >"$work/deb/share/mapped"
-    truncate_mapped &
-    serve deb-window "$work/deb/share" "$work/deb/root/run/thruway/data.sock" --kind qemu --dax --mount-opts dax=always \
+    echo host >"$work/deb/share/from-the-host"
+    start_window_guest deb-window --fs "data=$work/deb/root/run/thruway/data.sock" --mount-opts dax=always \
         "$guest_dir/installed.py" /mnt/data window
+    # A host process truncates the mapped file. Without the guard, QEMU could end by SIGBUS. 120 s: the guest's boot, under emulation.
+    wait_line "$work/deb/share/is-mapped" mapped 120 "$guest_pid"
+    truncate --size 6 "$work/deb/share/mapped"
+    : >"$work/deb/share/looked"
+    finish_window_guest deb-window
     session_ended deb
     [[ $(head -n 1 "$work/deb/share/mapped") == guest ]] || fail 'the window did not reach the file'
 
@@ -168,27 +179,23 @@ start_submount() {
     in_machine deb bash -c 'mkdir /srv/share/below && mount -t tmpfs tmpfs /srv/share/below && : >/srv/share/below/here'
 }
 
-# A host process truncates the mapped file. Without the guard, QEMU would end by SIGBUS.
-truncate_mapped() {
-    local deadline=$((SECONDS + 120))
-    until [[ -e $work/deb/share/is-mapped ]]; do ((SECONDS < deadline)) || return 1; sleep 0.1; done
-    truncate --size 6 "$work/deb/share/mapped"
-    : >"$work/deb/share/looked"
-}
-
 rpm_package() {
     clean_root rpm
     start_systemd rpm
     # The tree has dpkg's packages: rpm knows of no libc there.
-    install_rpm=(rpm --root "$work/rpm/root" --nodeps)
+    local rpm=(rpm --root "$work/rpm/root" --dbpath /var/lib/rpm --nodeps)
+    # Every distribution with RPM has these, by its package filesystem.
+    mkdir -p "$work/rpm/root/usr/share"/{licenses,man/man1,man/man8}
     files rpm >"$work/rpm/before"
-    "${install_rpm[@]}" --install "$1" || fail 'rpm does not install the package'
+    "${rpm[@]}" --install "$1" || fail 'rpm does not install the package'
     in_machine rpm systemctl daemon-reload
     enable_share rpm ''
     serve rpm "$work/rpm/share" "$work/rpm/root/run/thruway/data.sock" --kind uml "$guest_dir/installed.py" /mnt/data
     session_ended rpm
+    # Outside of the machine, rpm's scripts cannot stop units.
+    in_machine rpm systemctl disable --quiet --now thruwayd@data.socket
     rm "$work/rpm/root/etc/thruway/data.conf"
-    "${install_rpm[@]}" --erase thruway || fail 'rpm does not remove the package'
+    "${rpm[@]}" --erase thruway || fail 'rpm does not remove the package'
     in_machine rpm systemctl daemon-reload
     nothing_left rpm
     stop_systemd rpm
@@ -214,8 +221,8 @@ case_packages() {
     make_packages "$root" "$programs" "$work/packages"
     # From another directory, by another user's settings, with files of other times.
     mkdir "$work/elsewhere"
-    (cd "$root" && git ls-files -z | tar --null -T - -cf -) | tar -C "$work/elsewhere" -m -xf -
-    (umask 077 && TZ=Asia/Tokyo VERSION=$(version) SOURCE_DATE_EPOCH=$(git -C "$root" log -1 --format=%ct) &&
+    (umask 077 && cd "$root" && git ls-files -z | tar --null -T - -cf - | tar -C "$work/elsewhere" --no-same-permissions -m -xf - &&
+        TZ=Asia/Tokyo VERSION=$(version) SOURCE_DATE_EPOCH=$(git -C "$root" log -1 --format=%ct) &&
         export TZ VERSION SOURCE_DATE_EPOCH && make_packages "$work/elsewhere" "$programs" "$work/packages-again")
     diff -r "$work/packages" "$work/packages-again" || fail 'the packages are not reproducible'
     deb_package "$work"/packages/thruway_*.deb
@@ -225,9 +232,7 @@ case_packages() {
 
 # make_packages SOURCE PROGRAMS DIRECTORY: those packages that need no other build.
 make_packages() {
-    rm -rf "$1/target/packages"
-    "$1/packaging/build" --programs "$2" deb rpm guest-kernel || fail 'packaging/build failed'
-    mv "$1/target/packages" "$3"
+    "$1/packaging/build" --out "$3" --programs "$2" deb rpm guest-kernel || fail 'packaging/build failed'
 }
 version() { basename "$work"/packages/thruway_*.deb | sed 's/^thruway_\(.*\)-1_.*/\1/'; }
 
@@ -264,7 +269,7 @@ run_bare() {
     local name=$1 socket=$work/$1/root/run/thruway/fs.sock deadline=$((SECONDS + 10))
     shift
     # shellcheck disable=SC2016  # the inner shell's variables
-    setsid unshare --mount --pid --net --ipc --uts --fork bash -c '
+    setsid unshare --mount --pid --net --ipc --uts --fork --kill-child bash -c '
         cd "$1"
         shift
         mount -t proc proc proc
@@ -281,7 +286,8 @@ static_tarball() {
     bare_root static
     mkdir -p "$work/static/root/usr/local"
     tar -C "$work/static/root/usr/local" -xf "$1"
-    note "$(basename "$1"): $(file -b "$work/static/root/usr/local/libexec/thruwayd" | cut -c1-100)"
+    note "static: $(basename "$1")"
+    ! readelf -l "$work/static/root/usr/local/libexec/thruwayd" | grep -q INTERP || fail 'the static daemon needs a loader'
     run_bare static chroot . /usr/local/libexec/thruwayd --socket-path /run/thruway/fs.sock --shared-dir /share --tag data
     "$work/static/root/usr/local/bin/thruway" --version || fail 'the static tool does not run'
 }
@@ -297,7 +303,7 @@ container_image() {
 import json, sys
 for line in sys.stdin: print(*json.loads(line), sep="\n")')
     ((${#command[@]} > 1)) || fail 'the Dockerfile has no command'
-    run_bare image setpriv --bounding-set="-all,+${caps//,/,+}" --no-new-privs chroot . "${command[@]}" --tag data
+    run_bare image setpriv --bounding-set="-all,+${caps//,/,+}" chroot . "${command[@]}" --tag data
 }
 
 # As INSTALL.md tells Debian's users.
