@@ -18,6 +18,7 @@ artefact() {
 tools_dir() { artefact tools "$here/build-tools"; }
 tree_dir() { artefact tree "$here/build-tree" "$here/packages/tree.list"; }
 programs_dir() { artefact programs "$here/build-programs" "$here/packages/programs.list" "$here/packages/tree.list"; }
+callers_dir() { artefact callers "$here/build-callers" "$here/packages/callers.list" "$here/packages/tree.list"; }
 distributed_dir() { artefact distributed "$here/build-distributed" "$here/packages/distributed.list" "$here/packages/tree.list"; }
 uml_smp_dir() { artefact uml-smp "$here/build-uml-smp" "$here/linux-source.sh" "$here/uml-smp.config" "${uml_patches[@]}" "${guest_patches[@]}"; }
 old_kernel_dir() { artefact old-kernel "$here/build-old-kernel"; }

@@ -14,6 +14,7 @@ usage: setup.sh [--missing] [PART]...
   guest-kernel  Linux with the patches of guest-kernel
   old-kernel    Debian's older stock kernel
   programs      databases for a soak, and not built unless it is named
+  callers       libvirt and virtme-ng, and not built unless it is named
   distributed   GlusterFS, for the cases of that name, and not built unless it is named
 --missing builds nothing: it names the parts that are not in the cache, and how long they take on two CPUs.
 Every part installs the packages that it needs.
@@ -43,7 +44,7 @@ fi
 parts=("$@")
 ((${#parts[@]})) || parts=("${all[@]}")
 for part in "${parts[@]}"; do
-    [[ " packages test-packages programs distributed ${all[*]} " == *" $part "* ]] || usage
+    [[ " packages test-packages programs callers distributed ${all[*]} " == *" $part "* ]] || usage
 done
 
 if [[ $missing ]]; then

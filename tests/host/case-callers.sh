@@ -134,3 +134,78 @@ assert backend["type"] == "fs" and backend["binary"].startswith("/"), backend' <
     logs_are_clean "$work/daemons.logs"
     note "${#daemons[@]} command lines"
 }
+
+# in_callers SCRIPT: runs it as root of a Debian system with libvirt, virtme-ng and the daemon, in namespaces of its own. $work is /work
+# there, and what guests boot from is in /tree. All its processes end with it.
+in_callers() {
+    local tree callers
+    "$root/vm-images/setup.sh" callers
+    tree=$(. "$root/vm-images/lib.sh" && tree_dir)
+    callers=$(. "$root/vm-images/lib.sh" && callers_dir)
+    read -ra daemon <<<"$THRUWAY_DAEMON"
+    # shellcheck disable=SC2016  # the inner shell's
+    setsid unshare --mount --net --ipc --pid --fork --kill-child bash -euc '
+        tree=$1 callers=$2 work=$3 daemon=$4 json=$5 script=$6
+        mount -t tmpfs tmpfs "$work/tree"
+        cd "$work/tree"
+        mkdir upper work root
+        mount -t overlay -o "lowerdir=$callers/root:$tree/root,upperdir=upper,workdir=work" overlay root
+        cd root
+        mount -t proc proc proc
+        mount --rbind /dev dev
+        mount --rbind /sys sys
+        mount -t tmpfs tmpfs tmp
+        mount -t tmpfs tmpfs run
+        mkdir -p work tree usr/libexec usr/share/qemu/vhost-user
+        mount --rbind "$work" work
+        mount --bind "$tree" tree
+        install -m 755 "$daemon" usr/libexec/thruwayd
+        cp "$json" usr/share/qemu/vhost-user/
+        cp "$tree/vmlinux" "usr/lib/modules/$(ls usr/lib/modules | grep cloud)/vmlinuz"
+        exec env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8 chroot . /bin/bash -eu "/work/$script"' \
+        in_callers "$tree" "$callers" "$work" "${daemon[0]}" "$root/50-thruway.json" "$1" &
+    callers_pid=$!
+}
+
+# libvirt finds the daemon by its file, starts it for two shares, and ends with it.
+case_callers_libvirt() {
+    local callers_pid kind=qemu arguments=(found:submount asked:xattr:submount) tags=(found asked) mount_options='' mount_shares=yes
+    local host_disk=/dev/vdb tools_disk='' tree
+    tree=$(. "$root/vm-images/lib.sh" && tree_dir)
+    mkdir -p "$work/shares" "$work/tree" "$work/initramfs/boot" "$work/libvirt.logs"
+    share_of found >/dev/null
+    share_of asked >/dev/null
+    # As vm-images/boot.
+    cp "$root/vm-images/guest/init" "$work/initramfs/boot/init"
+    cp "$root/vm-images/guest/initramfs" "$work/initramfs/init"
+    cp "$guest_dir/callers.py" "$work/initramfs/boot/script"
+    declare -p kind arguments tags mount_options mount_shares host_disk tools_disk >"$work/initramfs/boot/settings"
+    (cd "$work/initramfs" && find . | cpio --quiet -o -H newc) | cat "$tree/initramfs" - >"$work/initrd"
+    mkfs.erofs "$work/host.erofs" "$guest_dir" >/dev/null
+    cp "$root/tests/host/libvirt.xml" "$root/tests/host/libvirt-guest" "$work/"
+    in_callers libvirt-guest
+    # 200 s: libvirt asks QEMU what it can do, and the boot, under emulation on a busy machine.
+    wait_gone 200 "$callers_pid" || { tail -n 20 "$work"/libvirt.logs/* "$work/output"; fail 'libvirt is not done'; }
+    wait "$callers_pid" || { tail -n 20 "$work"/libvirt.logs/*; fail 'libvirt failed'; }
+    cat "$work/output"
+    [[ $(<"$work/status") == 0 ]] || fail "the guest's script ended with status $(<"$work/status")"
+    (cd "$work/shares/found" && sha256sum --quiet -c sum && cd ../asked && sha256sum --quiet -c sum) ||
+        fail 'the host sees other contents'
+    sed 's/^/note: libvirt ran /' "$work/commands"
+    logs_are_clean "$work/libvirt.logs"
+}
+
+# virtme-ng finds the daemon, starts it for the root of its guest, and ends with it.
+soak_callers_virtme() {
+    local callers_pid
+    mkdir -p "$work/tree"
+    cp "$root/tests/host/virtme-guest" "$work/"
+    in_callers virtme-guest
+    # 300 s: the boot of a whole system, under emulation on a busy machine.
+    wait_gone 300 "$callers_pid" || fail 'virtme-ng is not done'
+    wait "$callers_pid" || fail 'virtme-ng failed'
+    tr -d '\r' <"$work/output" | tail -n 3 | diff - <(printf '%s\n' 'virtiofs' 'from the guest' 'done') ||
+        fail 'the guest saw something else'
+    [[ $(<"$work/guests") == 'from the guest' ]] || fail 'the host does not see what the guest wrote'
+    sed 's/^/note: virtme-ng ran /' "$work/commands"
+}
