@@ -7,7 +7,8 @@ mod processes;
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
-use std::io::Write;
+use std::io::{Read, Write};
+use std::os::fd::FromRawFd;
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
@@ -47,6 +48,7 @@ const TESTS: &[(&str, Test)] = &[
         "a_clone_ends_stores_in_place_until_the_guest_wants_them",
         a_clone_ends_stores_in_place_until_the_guest_wants_them,
     ),
+    ("a_copy_ends_stores_in_place_to_a_file_mapped_meanwhile", a_copy_ends_stores_in_place_to_a_file_mapped_meanwhile),
 ];
 
 /// ext2 stands for file systems that cannot allocate in advance.
@@ -628,6 +630,89 @@ fn a_clone_ends_stores_in_place_until_the_guest_wants_them(kind: &str) {
     let mut byte = [0];
     File::open(disk.path("clone")).unwrap().read_exact_at(&mut byte, 0).unwrap();
     assert_eq!(byte, *b"r");
+}
+
+/// The daemon has asked whether the file is mapped, and then waits for another one to be opened.
+fn a_copy_ends_stores_in_place_to_a_file_mapped_meanwhile(kind: &str) {
+    let disk = Disk::new(kind);
+    if !kind.starts_with("xfs") {
+        skip("files that pass share no blocks here");
+    }
+    let settings = Settings { size: 2 * SIZE, slots: 1, writable: Writable::InPlace };
+    let guest = Guest::with(&disk, 0, Some(settings));
+    disk.file("file", LEN, LEN);
+    disk.file("other", LEN, LEN);
+    disk.file("copy", 0, 0);
+    let [node, other, nodeid_out] = ["file", "other", "copy"].map(|name| guest.lookup(name));
+    let (fh_in, index) = guest.open_passing(node);
+    let index = index.unwrap();
+    let send = |opcode: Opcode, node, args: &[u8], room| {
+        let (_, head) = guest.frontend.header(opcode as u32, node, args.len());
+        guest.frontend.submit(1, &[&[&head, args].concat()], &[16, room]).unwrap()
+    };
+    let until = Instant::now() + Duration::from_secs(100);
+    let let_go = |index| {
+        if guest.slot(index).0 & REVOKED != 0 {
+            guest.acknowledge(index);
+        }
+        assert!(Instant::now() < until);
+        sleep(Duration::from_millis(1));
+    };
+    // It has an entry and no slot, since another file has the only one, once it is idle.
+    let other_index = loop {
+        let open = OpenIn { flags: libc::O_RDWR as u32, open_flags: 0 };
+        let opening = send(Opcode::Open, other, open.as_bytes(), size_of::<OpenOut>());
+        let opened = loop {
+            let_go(index);
+            if let Ok(opened) = guest.frontend.wait_for(1, opening, Duration::ZERO) {
+                break OpenOut::read_from_bytes(&opened.data[16..]).unwrap();
+            }
+        };
+        if opened.open_flags & OpenFlags::PASSTHROUGH.bits() != 0 {
+            break opened.backing_id as u32;
+        }
+        let release = ReleaseIn { fh: opened.fh, ..Default::default() };
+        guest.call(Opcode::Release, other, release.as_bytes(), 0).unwrap();
+    };
+    assert_eq!(guest.slot(index).0, REVOKED);
+    // Too small to pass.
+    let (fh_out, none) = guest.open_passing(nodeid_out);
+    assert_eq!(none, None);
+    let mut opens = held_opens(&disk.path("copy"));
+    let args = CopyFileRangeIn { fh_in, nodeid_out, fh_out, len: LEN, ..Default::default() };
+    let copying = send(Opcode::CopyFileRange, node, args.as_bytes(), size_of::<WriteOut>());
+    // struct fanotify_event_metadata, with a descriptor of the file.
+    let mut event = [0; 24];
+    opens.read_exact(&mut event).unwrap();
+    while guest.ask(node, fh_in, true) == Err(libc::EAGAIN) {
+        let_go(other_index);
+    }
+    assert_eq!(guest.slot(index).0, VALID | WRITABLE);
+    // struct fanotify_response
+    opens.write_all(&[&event[16..20], &libc::FAN_ALLOW.to_ne_bytes()].concat()).unwrap();
+    let copied = guest.frontend.wait_for(1, copying, Duration::from_secs(100)).unwrap();
+    assert_eq!(copied.data[4..8], [0; 4], "no error");
+    assert_eq!(guest.slot(index).0 & REVOKED, REVOKED);
+    guest.acknowledge(index);
+    let until = Instant::now() + Duration::from_secs(100);
+    while guest.slot(index).0 & (VALID | REVOKED) != VALID {
+        assert!(Instant::now() < until, "{:?}", guest.slot(index));
+        sleep(Duration::from_millis(1));
+    }
+    assert_eq!(guest.slot(index).0, VALID, "a store would take blocks");
+}
+
+/// Holds each open of a file until it is answered: see fanotify(7).
+fn held_opens(path: &std::path::Path) -> File {
+    let path = std::ffi::CString::new(path.as_os_str().as_encoded_bytes()).unwrap();
+    // SAFETY: the new descriptor is nobody else's, and the path ends with a NUL.
+    unsafe {
+        let fd = libc::fanotify_init(libc::FAN_CLASS_CONTENT | libc::FAN_CLOEXEC, libc::O_RDONLY as u32);
+        assert!(fd >= 0);
+        let marked = libc::fanotify_mark(fd, libc::FAN_MARK_ADD, libc::FAN_OPEN_PERM, libc::AT_FDCWD, path.as_ptr());
+        assert_eq!(marked, 0);
+        File::from_raw_fd(fd)
+    }
 }
 
 /// What is stored in place goes to a Cached proxy file, and then to a disk that is full.

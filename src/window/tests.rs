@@ -851,10 +851,11 @@ fn a_slot_that_has_grown_goes_as_a_whole() {
 fn a_process_waits_from_when_the_daemon_hears_of_it() {
     let mut window = Stepped::new(4 * RANGE, 2);
     let now = Instant::now();
-    for (waited, state) in [(Duration::ZERO, REVOKING), (2 * SECOND, doors::EntryState::Gone)] {
+    let (later, before) = (now + 3600 * SECOND, now - 2 * SECOND);
+    for (since, state) in [(later, REVOKING), (before, doors::EntryState::Gone)] {
         let index = window.open_at(7, &full_file(5000), now).unwrap();
         let id = window.taken.mapped.lock().last().unwrap().1;
-        window.rig.event_at(Event::Revoke(id), now - waited);
+        window.rig.event_at(Event::Revoke(id), since);
         window.turns(now);
         assert_eq!(window.state(index), state);
         window.rig.window.reset();

@@ -30,8 +30,8 @@ use crate::fanotify::{self, Event};
 /// scheduled.
 const TO_SLEEP: Duration = Duration::from_millis(100);
 
-/// How often the callers that wait are looked at: against the deadline it is nothing, against the cost of a look it is a
-/// lot.
+/// How often the callers that wait are looked at: it is nothing against the deadline, and a lot against the cost of a
+/// look.
 const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 5_000_000 };
 
 /// Tries to see a caller asleep before the others' events are looked at. One is enough most of the time.
