@@ -47,9 +47,9 @@ const WATCHABLE: [i64; 5] = [
     libc::TMPFS_MAGIC,
 ];
 
-/// File systems whose files a server has: another machine, or a process of this host. Any system call on such a file may
-/// wait for it, and others change files without this kernel's knowledge. By include/uapi/linux/magic.h, or by the file
-/// system's own sources where that has none.
+/// File systems whose files a server has: another machine, or a process of this host. Any system call on such a file
+/// may wait for it, and others change files without this kernel's knowledge. By include/uapi/linux/magic.h, or by the
+/// file system's own sources where that has none.
 const REMOTE: [i64; 18] = [
     libc::FUSE_SUPER_MAGIC,
     libc::NFS_SUPER_MAGIC,

@@ -70,7 +70,7 @@ impl PassthroughFs {
 
     /// How much is watched, if there is a watch.
     pub fn watched(&self) -> Option<Watched> {
-        self.leases.watch.as_ref().map(|watch| watch.watched())
+        self.leases.watch.as_ref().map(crate::watch::Watch::watched)
     }
 
     /// Why the guest is not told of changes by others, although there is a watch and it takes notifications. `flags`:

@@ -216,9 +216,9 @@ impl<F: FileSystem> Server<F> {
     }
 }
 
-/// Whether a request makes system calls on the files that it names, and answers when they are done. Each of these may be
-/// served on any thread. io_uring is no way out for READ and WRITE: before it takes a FUSE file, the kernel sends POLL,
-/// and waits for the answer in the caller.
+/// Whether a request makes system calls on the files that it names, and answers when they are done. Each of these may
+/// be served on any thread. io_uring is no way out for READ and WRITE: before it takes a FUSE file, the kernel sends
+/// POLL, and waits for the answer in the caller.
 const fn asks_the_host(opcode: Opcode) -> bool {
     !matches!(
         opcode,

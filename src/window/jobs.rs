@@ -207,7 +207,8 @@ impl Jobs {
             Origin::Reset => {}
         }
         match job {
-            // A process of the host waits, and the guard does not let it wait for long. Those that came before wait too.
+            // A process of the host waits, and the guard does not let it wait for long. Those that came before wait,
+            // too.
             job if job.is_urgent() => {
                 let at = queue.jobs.iter().take_while(|job| job.is_urgent()).count();
                 queue.jobs.insert(at, job);

@@ -282,8 +282,8 @@ impl Slots {
     /// Maps an entry's file and makes the entry live.
     ///
     /// # Errors
-    /// [`FULL`] or [`TOO_LONG`] for want of room in the window; EAGAIN if holes are yet to be allocated; EOPNOTSUPP if its file may not be stored to, or read,
-    /// in place.
+    /// [`FULL`] or [`TOO_LONG`] for want of room in the window; EAGAIN if holes are yet to be allocated; EOPNOTSUPP if
+    /// its file may not be stored to, or read, in place.
     fn fill(&mut self, index: u32, need: Need) -> Result<()> {
         let slot = self.known.get(&index).ok_or(Errno::STALE)?;
         let (node, source) = (slot.node, slot.source.clone());

@@ -47,8 +47,8 @@ impl Stores {
         }
     }
 
-    /// How many bytes of a file can be allocated in less than a quarter of a second or so: a host process that waits for
-    /// another file has half a second left for that. On XFS the blocks may have to be copied, and 100 MB/s is slow.
+    /// How many bytes of a file can be allocated in less than a quarter of a second or so: a host process that waits
+    /// for another file has half a second left for that. On XFS the blocks may have to be copied, and 100 MB/s is slow.
     /// tmpfs takes 0.5 s for 1 GiB of pages. Elsewhere, only what tells of blocks is written (4 GiB on ext4: 6 ms).
     pub const fn at_once(self) -> u64 {
         match self {

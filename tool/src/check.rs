@@ -191,8 +191,8 @@ fn host(shared_dir: &Path, windows: &Windows, qemu: &str) -> [(Need, Found); 5] 
 
 /// Has another process enter the sandbox: whoever enters it does not come back.
 fn sandbox(dir: &Path) -> Found {
-    let cure = "allow namespaces (user.max_user_namespaces, kernel.unprivileged_userns_clone, the container's profile), \
-                or use --sandbox chroot or none";
+    let cure = "allow namespaces (user.max_user_namespaces, kernel.unprivileged_userns_clone, the container's \
+                profile), or use --sandbox chroot or none";
     let output = Command::new("/proc/self/exe").arg("enter-sandbox").arg(dir).stdin(Stdio::null()).output();
     match output {
         Ok(output) if output.status.success() => Ok(match rustix::process::geteuid().is_root() {
@@ -294,7 +294,8 @@ impl Dir {
             .into()),
             (Ok(_), _) => missing(
                 "files go by messages: a store may need a new block, and on a full disk that ends the virtual machine",
-                "a share on ext2, ext3, ext4, tmpfs, or XFS with the guard; --passthrough-writable=always takes the risk",
+                "a share on ext2, ext3, ext4, tmpfs, or XFS with the guard; --passthrough-writable=always takes the \
+                 risk",
             ),
             (Err(_), _) => missing("nothing is mapped", "see 'mapping'"),
         };

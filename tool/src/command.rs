@@ -37,8 +37,8 @@ pub struct Options {
     #[arg(long, value_name = "SIZE", require_equals = true, num_args = 0..=1, default_missing_value = "512M")]
     dax: Option<String>,
 
-    /// Give a guest with the patches of guest-kernel/ a passthrough window; without SIZE, 1G, or as much as makes a power
-    /// of two with the DAX window
+    /// Give a guest with the patches of guest-kernel/ a passthrough window; without SIZE, 1G, or as much as makes a
+    /// power of two with the DAX window
     #[arg(long, value_name = "SIZE", require_equals = true, num_args = 0..=1, default_missing_value = "")]
     passthrough: Option<String>,
 
@@ -142,7 +142,7 @@ impl Options {
         let mut options = Vec::new();
         let mut add = |name, size: u64| {
             if size > 0 {
-                options.push(format!("--{name}={}", show(size)))
+                options.push(format!("--{name}={}", show(size)));
             }
         };
         add("dax-window", dax);
@@ -166,16 +166,17 @@ impl Options {
             "windows need QEMU 11.1 and a daemon that root starts: thruway check says whether this host has all of it",
         );
         note(
-            "the windows of all devices of a virtual machine may have 448 mappings: with a second such device, set --max-mappings",
+            "the windows of all devices of a virtual machine may have 448 mappings: with a second such device, set \
+             --max-mappings",
         );
         match stores {
             Some(Stores::Elsewhere) => note(
-                "on the share's file system a store may take new blocks: with dax=inode no file of it is mapped, and with \
-                 passthrough none is passed through. ext4, XFS and tmpfs are better",
+                "on the share's file system a store may take new blocks: with dax=inode no file of it is mapped, and \
+                 with passthrough none is passed through. ext4, XFS and tmpfs are better",
             ),
             Some(Stores::Memory) => note(
-                "on tmpfs nothing guards mapped files: a host process that shortens one can end the virtual machine. Write a \
-                 new file and rename it instead",
+                "on tmpfs nothing guards mapped files: a host process that shortens one can end the virtual machine. \
+                 Write a new file and rename it instead",
             ),
             _ => {}
         }
@@ -249,7 +250,8 @@ impl Options {
         let words: Vec<_> = share.daemon.iter().map(|word| unit_word(word)).collect();
         let machine: Vec<_> = self.machine(share, &self.socket()).into_iter().map(|words| words.join(" ")).collect();
         format!(
-            "# /etc/systemd/system/thruwayd-{tag}.service: then systemctl daemon-reload; systemctl enable --now thruwayd-{tag}\n\
+            "# /etc/systemd/system/thruwayd-{tag}.service: then systemctl daemon-reload; systemctl enable --now \
+             thruwayd-{tag}\n\
              [Unit]\n\
              Description=Thruway share {tag}\n\
              RequiresMountsFor={}\n\
@@ -300,9 +302,10 @@ impl Options {
                 let lines: String = words.iter().map(|word| format!("  <qemu:arg value='{}'/>\n", xml(word))).collect();
                 write!(
                     text,
-                    "<!-- libvirt has no device with windows of its own, so the daemon is a unit: thruway command … with \
-                     for=systemd,\n     and socket-group= of QEMU's group. \
-                     <domain> needs xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'.\n     In the guest: {mount} -->\n\
+                    "<!-- libvirt has no device with windows of its own, so the daemon is a unit: thruway command … \
+                     with for=systemd,\n     and socket-group= of QEMU's group. \
+                     <domain> needs xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'.\n     \
+                     In the guest: {mount} -->\n\
                      <qemu:commandline>\n{lines}</qemu:commandline>\n"
                 )
             }
@@ -381,7 +384,7 @@ mod tests {
                 let all = [&["--share=/tmp", "--for", who], words].concat();
                 let text = printed(&all).unwrap_or_else(|e| panic!("{all:?}: {e}"));
                 assert!(who == "libvirt" || want.iter().all(|option| text.contains(option)), "{text}");
-                assert_eq!(text.contains("num_vqs=4"), true, "{text}");
+                assert!(text.contains("num_vqs=4"), "{text}");
             }
         }
         for (words, cure) in [

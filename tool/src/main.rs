@@ -21,6 +21,8 @@ pub struct Tool {
     command: Command,
 }
 
+// There is one of it, so its size does not matter. `Command` is what people type.
+#[allow(clippy::large_enum_variant, clippy::enum_variant_names)]
 #[derive(Subcommand)]
 enum Command {
     /// Say whether this host, and a directory, have what thruwayd can use: by trying it

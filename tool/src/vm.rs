@@ -126,7 +126,7 @@ impl Machine {
                 "QEMU's '{value}' has an id that thruway uses itself: choose one that does not start with {ID}-"
             ));
         }
-        Ok(Self { cpus: cpus(values(&["smp"]).last()), unshared: unshared(&values)? })
+        Ok(Self { cpus: cpus(values(&["smp"]).next_back()), unshared: unshared(&values)? })
     }
 }
 
@@ -151,7 +151,8 @@ fn unshared<'a, I: Iterator<Item = &'a str>>(
             }
             Some(object) if !matches!(field(object, "share"), Some("on" | "yes" | "true")) => {
                 return Err(format!(
-                    "QEMU's -object {object} is not shared, and the daemon must see the guest's memory: add share=on to it"
+                    "QEMU's -object {object} is not shared, and the daemon must see the guest's memory: add share=on \
+                     to it"
                 ));
             }
             Some(_) => {}
@@ -173,7 +174,7 @@ fn field<'a>(option: &'a str, name: &str) -> Option<&'a str> {
         .filter_map(|part| part.split_once('='))
         .filter(|(key, _)| *key == name)
         .map(|(_, value)| value)
-        .last()
+        .next_back()
 }
 
 /// The CPUs of -smp, as far as queues can use them.

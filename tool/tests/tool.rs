@@ -1,4 +1,5 @@
-//! The command `thruway` as its caller sees it. Where it starts programs, these are scripts that play thruwayd and QEMU.
+//! The command `thruway` as its caller sees it. Where it starts programs, these are scripts that play thruwayd and
+//! QEMU.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
