@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2154  # lib.sh sets them
 # The command thruway.
 
-thruway=${THRUWAY:-$root/target/release/thruway}
+thruway=$root/target/debug/thruway
 
 # tool_machine: sets $tree_qemu and $guest_options, a QEMU and a guest with a shell on stdio.
 tool_machine() {
@@ -11,14 +11,27 @@ tool_machine() {
     cp "$root/vm-images/guest/initramfs" "$work/initramfs/init"
     cp "$root/tests/guest/demo-init" "$work/initramfs/boot/init"
     (cd "$work/initramfs" && find . | cpio --quiet -o -H newc) | cat "$tree/initramfs" - >"$work/initramfs.cpio"
-    tree_qemu="$tree/root/lib64/ld-linux-x86-64.so.2 --library-path $tree/root/usr/lib/x86_64-linux-gnu"
-    tree_qemu+=" $tree/root/usr/bin/qemu-system-x86_64 -L $tree/root/usr/share/qemu -L $tree/root/usr/share/seabios"
+    # Without KVM, which may be there and take minutes to boot a guest (vm-images/boot).
+    tree_qemu=$work/qemu
+    cat >"$tree_qemu" <<END
+#!/bin/bash
+arguments=()
+while ((\$#)); do
+    if [[ "\$1 \${2-}" == '-accel kvm' ]]; then shift; else arguments+=("\$1"); fi
+    shift
+done
+exec "$tree/root/lib64/ld-linux-x86-64.so.2" --library-path "$tree/root/usr/lib/x86_64-linux-gnu" \
+    "$tree/root/usr/bin/qemu-system-x86_64" -L "$tree/root/usr/share/qemu" -L "$tree/root/usr/share/seabios" "\${arguments[@]}"
+END
+    chmod +x "$tree_qemu"
     guest_options="-nodefaults -nographic -serial stdio -drive if=virtio,format=raw,readonly=on,file=$tree/root.erofs"
     guest_options+=" -kernel $tree/vmlinux -initrd $work/initramfs.cpio -append 'console=ttyS0 quiet'"
 }
 
 case_tool() {
-    local form mount status=0
+    local form mount
+    # As the unit tests build it.
+    (cd "$root" && CARGO_TARGET_DIR=$root/target cargo build --quiet --package thruway-tool --bins)
     tool_machine
     make_share share
     "$thruway" check "$work/share" --qemu "$tree_qemu" --require windows,qemu,mapping | tee "$work/check" ||

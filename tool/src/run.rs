@@ -87,6 +87,13 @@ pub fn run(options: &Options) -> Result {
             return Ok(ExitCode::from(code(status)));
         }
         if let Some(status) = daemon.ended() {
+            if status.success() {
+                // QEMU has closed the connection, as it does just before it ends.
+                qemu.wait(END);
+                if let Some(status) = qemu.ended() {
+                    return Ok(ExitCode::from(code(status)));
+                }
+            }
             qemu.send(SIGTERM);
             qemu.wait(END);
             return Err(format!("thruwayd ended ({status}), and QEMU was ended: thruwayd's message above says why"));

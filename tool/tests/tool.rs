@@ -177,6 +177,14 @@ fn run_ends_qemu_when_the_daemon_ends() {
     assert!(error.contains("thruwayd ended (signal: 9"), "{error}");
 }
 
+/// QEMU closes the connection just before it ends, and the daemon may be faster.
+#[test]
+fn run_waits_for_qemu_when_the_daemon_ends_in_order() {
+    let qemu = "until [ -f daemon.pid ] && ! kill -0 $(cat daemon.pid); do sleep 0.01; done; exit 5";
+    let stage = Stage::new("until [ -f qemu.pid ]; do sleep 0.01; done", qemu);
+    assert_eq!(stage.end(stage.run(&[])).0.code(), Some(5));
+}
+
 #[test]
 fn run_ends_the_daemon_when_qemu_cannot_start() {
     let stage = Stage::new(SLEEP, "");
