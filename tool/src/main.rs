@@ -3,9 +3,11 @@
 
 mod check;
 mod command;
+mod daemons;
 mod pages;
 mod qemu;
 mod run;
+mod top;
 mod vm;
 
 use std::path::PathBuf;
@@ -34,6 +36,12 @@ enum Command {
     /// Start a daemon and its virtual machine together, and end both
     Run(run::Options),
 
+    /// Say what a daemon does, with what, and why something is off
+    Status(top::StatusOptions),
+
+    /// Show what all daemons of this host do: requests, latency, cache and mappings
+    Top(top::TopOptions),
+
     #[command(hide = true)]
     EnterSandbox { dir: PathBuf },
 
@@ -57,6 +65,8 @@ fn main() -> ExitCode {
         Command::Check(options) => check::run(&options),
         Command::Command(options) => command::run(&options),
         Command::Run(options) => run::run(&options),
+        Command::Status(options) => top::status(&options),
+        Command::Top(options) => top::top(&options),
         Command::EnterSandbox { dir } => return check::enter_sandbox(dir),
         Command::Completions { shell, program } => pages::completions(shell, program),
         Command::Man { dir } => pages::man(&dir),
