@@ -134,7 +134,8 @@ fn short(value: f64) -> String {
         v if v >= 1e9 => format!("{:.1}G", v / 1e9),
         v if v >= 1e6 => format!("{:.1}M", v / 1e6),
         v if v >= 1e4 => format!("{:.0}k", v / 1e3),
-        v if v >= 10.0 || v == 0.0 => format!("{v:.0}"),
+        // The sum of nothing is -0.
+        v if v >= 10.0 || v.fract() == 0.0 => format!("{:.0}", v + 0.0),
         v => format!("{v:.1}"),
     }
 }
