@@ -26,7 +26,7 @@ use thruway::fuse::Server;
 use thruway::fuse::abi::*;
 use thruway::sandbox::seccomp;
 use thruway::window::proxy::{self, Guard, GuardMode};
-use thruway::window::{RANGE, Settings, Window, Writable};
+use thruway::window::{PATIENCE, RANGE, Settings, Window, Writable};
 use thruway_bench::frontend::{Frontend, Mapped, Options, Window as Region};
 use vm_memory::mmap::MmapRegion;
 use vm_memory::{Bytes, FileOffset, VolatileMemory};
@@ -217,7 +217,11 @@ impl Guest {
 
     /// A guest with window passthrough.
     fn passing(disk: &Disk) -> Self {
-        Self::with(disk, 0, Some(Settings { size: 2 * SIZE, slots: 8, writable: Writable::InPlace }))
+        Self::with(
+            disk,
+            0,
+            Some(Settings { size: 2 * SIZE, slots: 8, writable: Writable::InPlace, patience: PATIENCE }),
+        )
     }
 
     fn with(disk: &Disk, dax: u64, passthrough: Option<Settings>) -> Self {
@@ -638,7 +642,7 @@ fn a_copy_ends_stores_in_place_to_a_file_mapped_meanwhile(kind: &str) {
     if !kind.starts_with("xfs") {
         skip("files that pass share no blocks here");
     }
-    let settings = Settings { size: 2 * SIZE, slots: 1, writable: Writable::InPlace };
+    let settings = Settings { size: 2 * SIZE, slots: 1, writable: Writable::InPlace, patience: PATIENCE };
     let guest = Guest::with(&disk, 0, Some(settings));
     disk.file("file", LEN, LEN);
     disk.file("other", LEN, LEN);

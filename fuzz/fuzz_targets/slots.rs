@@ -15,7 +15,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap};
 use thruway::fuse::ops::{Answer, Result};
 use thruway::window::doors::Rig;
 use thruway::window::proxy::{Event, Kind, Opened};
-use thruway::window::{Facts, Frontend, Mapping, ProxyFiles, RANGE, Settings, Source, Writable};
+use thruway::window::{Facts, Frontend, Mapping, ProxyFiles, PATIENCE, RANGE, Settings, Source, Writable};
 use thruway_fuzz::Input;
 
 const NODES: u64 = 6;
@@ -143,7 +143,7 @@ impl Kept {
     fn new() -> Self {
         let made = (0..NODES).map(|_| memfd_create("file", MemfdFlags::CLOEXEC).unwrap()).collect();
         let files = Arc::new(Files(Arc::default(), made));
-        let settings = Settings { size: PASSTHROUGH, slots: SLOTS, writable: Writable::InPlace };
+        let settings = Settings { size: PASSTHROUGH, slots: SLOTS, writable: Writable::InPlace, patience: PATIENCE };
         let rig = Rig::new(DAX, settings, files.clone()).unwrap();
         let mapped: Arc<Mapped> = Arc::default();
         let file = rig.table().file().unwrap();

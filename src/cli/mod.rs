@@ -577,8 +577,12 @@ impl Options {
         // Each 2 MiB of the DAX window may be a mapping, and the table is one.
         let others = self.dax_window.size / window::RANGE + 1;
         let slots = u64::from(self.max_mappings).saturating_sub(others) as usize;
-        let settings =
-            window::Settings { size: self.passthrough_window.size, slots, writable: self.passthrough_writable };
+        let settings = window::Settings {
+            size: self.passthrough_window.size,
+            slots,
+            writable: self.passthrough_writable,
+            patience: window::PATIENCE,
+        };
         (settings.size > 0).then_some(settings)
     }
 

@@ -38,7 +38,7 @@ use crate::fuse::ops::{Answer, Result};
 pub use jobs::DaxMapping;
 use jobs::{DaxJob, Job, Jobs};
 use mapper::Mapper;
-pub use passthrough::{MIN_SIZE, Passthrough, Settings, Writable};
+pub use passthrough::{MIN_SIZE, PATIENCE, Passthrough, Settings, Writable};
 use shared::{DAX, Shared, WHOLE_FILES, write_back};
 pub use shared::{Facts, Frontend, Mapping, ProxyFiles, Source};
 use slots::Slots;

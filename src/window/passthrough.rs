@@ -7,6 +7,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Poll;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use rustix::fs::{Stat, fstat};
@@ -40,7 +41,14 @@ pub struct Settings {
     pub slots: usize,
     /// `--passthrough-writable`
     pub writable: Writable,
+    /// How long the guest may take to let go if a host process waits: [`PATIENCE`], except in tests.
+    pub patience: Duration,
 }
+
+/// How long the guest may take to let go if a host process waits, from when the daemon hears of it: the guard lets that
+/// process go on after [`DEADLINE`](super::proxy::DEADLINE). The rest is for a job that the mapper is about
+/// ([`at_once`](super::Stores::at_once)) and for an answer of the frontend, a quarter of a second each.
+pub const PATIENCE: Duration = Duration::from_millis(if cfg!(fuzzing) { 0 } else { 1500 });
 
 /// After so many messages a file that has lost its slot gets another if one is idle. A mapping takes as long as some
 /// ten messages.
@@ -727,7 +735,7 @@ mod tests {
 
     /// A guest that has a file open by a slot.
     fn passing(file: &File) -> Passthrough {
-        let settings = Settings { size: 4 * RANGE, slots: 1, writable: Writable::InPlace };
+        let settings = Settings { size: 4 * RANGE, slots: 1, writable: Writable::InPlace, patience: PATIENCE };
         let pass = Passthrough::new(settings, Arc::default(), Box::new(touch)).unwrap();
         pass.on.store(true, Ordering::Release);
         give(&pass, NODE, file);

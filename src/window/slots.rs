@@ -26,11 +26,6 @@ const SOON: Duration = Duration::from_millis(1);
 /// How often to look at what nobody waits for.
 const LATER: Duration = Duration::from_millis(if cfg!(fuzzing) { 0 } else { 100 });
 
-/// How long the guest may take to let go if a host process waits, from when the daemon hears of it: the guard lets that
-/// process go on after 2 s. The rest is for a job that the mapper is about ([`Stores::at_once`]) and for an answer of
-/// the frontend, a quarter of a second each.
-const PATIENCE: Duration = Duration::from_millis(if cfg!(fuzzing) { 0 } else { 1500 });
-
 /// How often files get the time of what the guest has stored in place, if no request needs it sooner: programs of the
 /// host look at it too.
 const TIMES: Duration = Duration::from_secs(5);
@@ -607,7 +602,7 @@ impl Slots {
         }
         tracing::debug!(node, "a truncation on the host revokes a slot");
         self.give_up(index);
-        self.pend(index, Why::Host(since + PATIENCE));
+        self.pend(index, Why::Host(since + self.pass.settings.patience));
     }
 
     /// Revokes an entry if it is live, and notes that its acknowledgement is missing.

@@ -305,7 +305,7 @@ struct Stepped {
 
 impl Stepped {
     fn new(size: u64, slots: usize) -> Self {
-        Self::with(Settings { size, slots, writable: Writable::InPlace })
+        Self::with(Settings { size, slots, writable: Writable::InPlace, patience: PATIENCE })
     }
 
     fn with(settings: Settings) -> Self {
@@ -481,7 +481,7 @@ fn a_file_that_is_slow_to_get_its_times_delays_nobody() {
         wait.lock().recv_timeout(20 * SECOND).unwrap();
         Ok(())
     };
-    let settings = Settings { size: 8 * RANGE, slots: 4, writable: Writable::InPlace };
+    let settings = Settings { size: 8 * RANGE, slots: 4, writable: Writable::InPlace, patience: PATIENCE };
     let mut window = Stepped::touching(settings, Box::new(touch));
     let now = Instant::now();
     let (slow, other) = (full_file(5000), full_file(5000));
@@ -742,7 +742,8 @@ fn only_kept_slots_give_way_to_one_that_grows() {
 
 #[test]
 fn a_file_takes_eight_mappings_at_most() {
-    let mut window = Stepped::with(Settings { size: 600 * RANGE, slots: 20, writable: Writable::Always });
+    let mut window =
+        Stepped::with(Settings { size: 600 * RANGE, slots: 20, writable: Writable::Always, patience: PATIENCE });
     let now = Instant::now();
     let file = full_file(5000);
     let index = window.open_at(7, &file, now).unwrap();
