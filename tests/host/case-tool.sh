@@ -29,7 +29,7 @@ END
 }
 
 case_tool() {
-    local form mount
+    local form mount line
     # As the unit tests build it.
     (cd "$root" && CARGO_TARGET_DIR=$root/target cargo build --quiet --package thruway-tool --bins)
     tool_machine
@@ -50,8 +50,18 @@ case_tool() {
     done
     compgen -G '/tmp/thruway.*' >/dev/null && fail 'the printed script leaves its directory behind'
 
-    # Both are started together, and QEMU's status is the command's.
+    # Both are started together, and QEMU's status is the command's. Meanwhile others see the daemon.
     echo "exec $thruway run --thruwayd $THRUWAY_DAEMON --shared-dir $work/share -- $tree_qemu -M q35 -m 512M $guest_options" >"$work/run.sh"
-    type_into "$work/run.sh" 'mount -t virtiofs share /mnt' 'echo by-run >/mnt/by-run'
+    (
+        until "$thruway" status --json 2>/dev/null | grep -F "\"$work/share\"" | grep -q '"guest":{'; do sleep 0.1; done
+        "$thruway" status >"$work/status"
+        "$thruway" top --batch -n 1 >"$work/top"
+        touch "$work/share/seen"
+    ) &
+    type_into "$work/run.sh" 'mount -t virtiofs share /mnt' 'until [ -e /mnt/seen ]; do sleep 0.1; done; echo by-run >/mnt/by-run'
     [[ $(cat "$work/share/by-run") == by-run ]] || fail "thruway run does not work: $(cat "$work/console")"
+    grep -qE '^guest +FUSE 7\.[0-9]+, cache auto' "$work/status" || fail "thruway status: $(cat "$work/status")"
+    for line in "^ *[0-9]+ +$work/share +[0-9]" '^ +Init '; do
+        grep -qE "$line" "$work/top" || fail "thruway top has no line '$line': $(cat "$work/top")"
+    done
 }

@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::os::unix::net::UnixListener;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, ExitStatus};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -123,7 +123,7 @@ fn daemon_words(line: impl Iterator<Item = OsString>) -> std::result::Result<Vec
 }
 
 /// Starts the daemon on a socket that is there already, so that QEMU can connect at once.
-fn start_daemon(program: &std::path::Path, share: &Share, socket: &str) -> std::result::Result<Process, String> {
+fn start_daemon(program: &Path, share: &Share, socket: &str) -> std::result::Result<Process, String> {
     let listener =
         UnixListener::bind(socket).map_err(|e| format!("cannot listen on '{socket}': {e}: set a shorter TMPDIR"))?;
     fcntl_setfd(&listener, FdFlags::empty()).map_err(|e| e.to_string())?;
@@ -131,6 +131,10 @@ fn start_daemon(program: &std::path::Path, share: &Share, socket: &str) -> std::
     let mut command = Command::new(program);
     // In its own group: Ctrl-C is for QEMU, which ends in order while the daemon still serves.
     command.args(&share.daemon).arg(format!("--fd={fd}")).process_group(0);
+    if !share.daemon.iter().any(|word| is(word, "--control-path")) {
+        // For thruway status and thruway top.
+        command.arg(format!("--control-path={}", Path::new(socket).with_file_name("control.sock").display()));
+    }
     let started = command.spawn().map(Process);
     started.map_err(|e| format!("cannot run '{}': {e}: name thruwayd by --thruwayd PATH", program.display()))
 }

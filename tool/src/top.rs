@@ -4,6 +4,8 @@ use std::collections::{HashMap, VecDeque};
 use std::fmt::Write as _;
 use std::io::IsTerminal;
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use ratatui::Frame;
@@ -11,7 +13,10 @@ use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers
 use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Color, Style, Stylize};
 use ratatui::text::{Line, Span};
-use ratatui::widgets::{Block, Cell, Paragraph, Row, Sparkline, Table, TableState};
+use ratatui::widgets::{
+    Block, BorderType, Cell, Padding, Paragraph, RenderDirection, Row, Sparkline, Table, TableState,
+};
+use signal_hook::consts::{SIGHUP, SIGTERM};
 use thruway::control::api::{Status, Switch};
 
 use crate::Result;
@@ -149,6 +154,16 @@ fn bytes(value: f64) -> String {
     }
 }
 
+/// Bytes a second, in few characters.
+fn flow(value: f64) -> String {
+    match value {
+        v if v >= 1073741824.0 => format!("{:.1}G", v / 1073741824.0),
+        v if v >= 1048576.0 => format!("{:.0}M", v / 1048576.0),
+        0.0 => "0".into(),
+        v => format!("{:.0}K", v / 1024.0),
+    }
+}
+
 /// A latency.
 fn took(seconds: Option<f64>) -> String {
     match seconds {
@@ -208,12 +223,12 @@ impl Seen {
             short(self.requests()),
             took(self.latency(None, 0.5)),
             took(self.latency(None, 0.99)),
-            bytes(self.rate("thruway_read_bytes_total", None)) + "/s",
-            bytes(self.rate("thruway_written_bytes_total", None)) + "/s",
+            flow(self.rate("thruway_read_bytes_total", None)),
+            flow(self.rate("thruway_written_bytes_total", None)),
+            gauge("thruway_mappings"),
             gauge("thruway_queue_requests"),
             gauge("thruway_inodes"),
             gauge("thruway_handles"),
-            gauge("thruway_mappings"),
         ]
     }
 
@@ -230,14 +245,18 @@ impl Seen {
             })
         };
         let mut all: Vec<_> = self.now.values("thruway_requests_total", "opcode").into_iter().filter_map(of).collect();
-        all.sort_by(|a, b| b.1.total_cmp(&a.1));
+        all.sort_by(|a, b| b.1.total_cmp(&a.1).then_with(|| b.0.cmp(&a.0).reverse()));
         all
     }
 }
 
+/// The columns of the table of daemons. A narrow terminal shows the first ones.
 const COLUMNS: [&str; 11] =
-    ["PID", "SHARE", "REQ/S", "P50", "P99", "READ", "WRITTEN", "QUEUED", "INODES", "OPEN", "MAPPED"];
-const WIDTHS: [u16; 11] = [8, 20, 7, 8, 8, 12, 12, 7, 7, 6, 7];
+    ["PID", "SHARE", "REQ/S", "P50", "P99", "READ/S", "WRITE/S", "MAPPED", "QUEUED", "INODES", "OPEN"];
+const WIDTHS: [u16; 11] = [7, 24, 6, 7, 7, 7, 7, 6, 6, 6, 6];
+/// How many of them a narrow terminal shows, and how wide one is that shows all.
+const FIRST: usize = 8;
+const WIDE: u16 = 100;
 
 /// What the daemons are sorted by.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -279,7 +298,8 @@ struct Top {
     looked: HashMap<Daemon, (Instant, Counters)>,
     history: HashMap<u32, VecDeque<u64>>,
     order: Order,
-    selected: usize,
+    /// The process ID of the daemon that is shown in detail.
+    selected: u32,
 }
 
 impl Top {
@@ -323,15 +343,26 @@ impl Top {
             Order::Data => b.data().total_cmp(&a.data()),
             Order::Pid => a.status.pid.cmp(&b.status.pid),
         });
-        self.selected = self.selected.min(self.seen.len().saturating_sub(1));
+        if !self.seen.iter().any(|seen| seen.status.pid == self.selected) {
+            self.selected = self.seen.first().map_or(0, |seen| seen.status.pid);
+        }
+    }
+
+    /// Where the selected daemon stands.
+    fn place(&self) -> usize {
+        self.seen.iter().position(|seen| seen.status.pid == self.selected).unwrap_or(0)
+    }
+
+    fn select(&mut self, place: usize) {
+        self.selected = self.seen.get(place).map_or(self.selected, |seen| seen.status.pid);
     }
 
     /// Takes a key. False: it ends.
     fn key(&mut self, code: KeyCode) -> bool {
         match code {
             KeyCode::Char('q') | KeyCode::Esc => return false,
-            KeyCode::Up | KeyCode::Char('k') => self.selected = self.selected.saturating_sub(1),
-            KeyCode::Down | KeyCode::Char('j') => self.selected += 1,
+            KeyCode::Up | KeyCode::Char('k') => self.select(self.place().saturating_sub(1)),
+            KeyCode::Down | KeyCode::Char('j') => self.select(self.place() + 1),
             KeyCode::Char('s') => self.order = self.order.next(),
             _ => {}
         }
@@ -377,7 +408,7 @@ impl Top {
         let title = format!(" {n} daemon{}   {} requests/s", if n == 1 { "" } else { "s" }, short(all));
         frame.render_widget(Line::from(vec![" thruway top".bold().cyan(), title.into()]), head);
         self.draw_daemons(frame, daemons);
-        if let Some(seen) = self.seen.get(self.selected) {
+        if let Some(seen) = self.seen.get(self.place()) {
             self.draw_graph(frame, graph, seen);
             let [left, right] =
                 Layout::horizontal([Constraint::Percentage(58), Constraint::Percentage(42)]).areas(details);
@@ -390,76 +421,125 @@ impl Top {
         let keys = [
             key("q", "quit".into()),
             key("↑↓", "select".into()),
-            key("s", format!("sort by {}", self.order.next().name())),
+            key("s", format!("sort, now by {}", self.order.name())),
         ];
         frame.render_widget(Line::from(keys.concat()), foot);
     }
 
     fn draw_daemons(&self, frame: &mut Frame, area: Rect) {
-        let head = Row::new(COLUMNS.iter().enumerate().map(|(n, name)| aligned(n, (*name).to_owned()))).bold();
+        let shown = if area.width < WIDE { FIRST } else { COLUMNS.len() };
+        let others: u16 = WIDTHS[..shown].iter().sum::<u16>() - WIDTHS[1];
+        // Beside the columns there are the gaps, the border and its padding.
+        let share = usize::from(area.width.saturating_sub(others + shown as u16 + 3).max(8));
+        let cell = |(n, text): (usize, String)| match n {
+            1 => Cell::from(tail(&text, share)),
+            _ => Cell::from(Line::from(text).right_aligned()),
+        };
+        let head = Row::new(COLUMNS[..shown].iter().map(|name| (*name).to_owned()).enumerate().map(cell)).bold();
         let rows = self.seen.iter().map(|seen| match &seen.error {
-            None => Row::new(seen.columns().into_iter().enumerate().map(|(n, cell)| aligned(n, cell))),
-            Some(error) => Row::new([Cell::from(seen.status.pid.to_string()), Cell::from(error.clone())]).red(),
+            None => Row::new(seen.columns().into_iter().take(shown).enumerate().map(cell)),
+            Some(error) => {
+                Row::new([seen.status.pid.to_string(), error.clone()].into_iter().enumerate().map(cell)).red()
+            }
         });
-        let mut widths = WIDTHS.map(Constraint::Length);
-        widths[1] = Constraint::Min(12);
-        let table =
-            Table::new(rows, widths).header(head).row_highlight_style(Style::new().bg(Color::DarkGray).bold()).block(
-                Block::bordered().border_style(Color::DarkGray).title(format!(" Daemons, by {} ", self.order.name())),
-            );
-        let mut state = TableState::default().with_selected(Some(self.selected));
+        let mut widths = WIDTHS.map(Constraint::Length)[..shown].to_vec();
+        widths[1] = Constraint::Min(8);
+        let table = Table::new(rows, widths)
+            .header(head)
+            .row_highlight_style(Style::new().bg(Color::DarkGray).bold())
+            .block(block(format!("Daemons, by {}", self.order.name())));
+        let mut state = TableState::default().with_selected(Some(self.place()));
         frame.render_stateful_widget(table, area, &mut state);
     }
 
     fn draw_graph(&self, frame: &mut Frame, area: Rect, seen: &Seen) {
         let history: Vec<_> = self.history.get(&seen.status.pid).into_iter().flatten().copied().collect();
         let most = short(history.iter().copied().max().unwrap_or(0) as f64);
-        let block = Block::bordered().border_style(Color::DarkGray);
-        let title = format!(" Requests/s of {}: {}, {most} at most ", seen.status.pid, short(seen.requests()));
+        let title = format!("Requests/s of process {}: {}, {most} at most", seen.status.pid, short(seen.requests()));
         // The newest stands on the right.
-        let graph = Sparkline::default().data(&history).direction(ratatui::widgets::RenderDirection::RightToLeft);
-        frame.render_widget(graph.style(Color::Cyan).block(block.title(title)), area);
+        let graph = Sparkline::default().data(&history).direction(RenderDirection::RightToLeft);
+        frame.render_widget(graph.style(Color::Cyan).block(block(title)), area);
     }
 }
 
-/// A cell: names to the left, numbers to the right.
-fn aligned(column: usize, text: String) -> Cell<'static> {
-    let line = Line::from(text);
-    Cell::from(if column == 1 { line } else { line.right_aligned() })
+fn block(title: String) -> Block<'static> {
+    let title = Span::from(format!(" {title} ")).fg(Color::Gray).bold();
+    Block::bordered()
+        .border_type(BorderType::Rounded)
+        .border_style(Color::DarkGray)
+        .title(title)
+        .padding(Padding::horizontal(1))
+}
+
+/// The end of a path that is too long.
+fn tail(text: &str, width: usize) -> String {
+    let length = text.chars().count();
+    if length <= width {
+        return text.to_owned();
+    }
+    format!("…{}", text.chars().skip(length + 1 - width).collect::<String>())
 }
 
 fn draw_opcodes(frame: &mut Frame, area: Rect, seen: &Seen) {
     let all = seen.requests().max(1e-9);
+    let wide = area.width >= 66;
+    // A narrow terminal shows neither the sums nor the bar.
+    let fits = move |(n, _): &(usize, Cell)| wide || ![2, 6].contains(n);
+    let right = |text: String| Cell::from(Line::from(text).right_aligned());
+    let row = |cells: Vec<Cell<'static>>| Row::new(cells.into_iter().enumerate().filter(fits).map(|(_, cell)| cell));
     let rows = seen.opcodes().into_iter().map(|(opcode, rate, figures)| {
-        let bar = "█".repeat((rate / all * 12.0).round() as usize);
-        let figures = figures.into_iter().map(|text| Cell::from(Line::from(text).right_aligned()));
-        Row::new([Cell::from(opcode)].into_iter().chain(figures).chain([Cell::from(bar.cyan())]))
+        let bar = "▆".repeat((rate / all * 12.0).round() as usize);
+        row([Cell::from(opcode)].into_iter().chain(figures.map(right)).chain([Cell::from(bar.cyan())]).collect())
     });
-    let head = ["REQUEST", "PER S", "IN ALL", "ERRORS", "P50", "P99"].into_iter().enumerate();
-    let head =
-        head.map(|(n, name)| if n == 0 { Cell::from(name) } else { Cell::from(Line::from(name).right_aligned()) });
-    let widths = [16, 7, 7, 7, 8, 8, 12].map(Constraint::Length);
-    let block = Block::bordered().border_style(Color::DarkGray).title(" Requests ");
-    frame.render_widget(Table::new(rows, widths).header(Row::new(head).bold()).block(block), area);
+    let head = ["PER S", "IN ALL", "ERRORS", "P50", "P99", ""].map(|name| right(name.to_owned()));
+    let head = row([Cell::from("REQUEST")].into_iter().chain(head).collect()).bold();
+    let widths = [13, 6, 6, 6, 7, 7, 12].map(Constraint::Length).into_iter().enumerate();
+    let widths = widths.filter(|(n, _)| wide || ![2, 6].contains(n)).map(|(_, width)| width);
+    frame.render_widget(Table::new(rows, widths).header(head).block(block("Requests".into())), area);
 }
 
+/// Room for a name in the state.
+const NAME: usize = 15;
+
 fn draw_state(frame: &mut Frame, area: Rect, seen: &Seen) {
-    let name = |name: &str| Span::from(format!("{name:14}")).dim();
-    let mut lines = Vec::new();
     let of = |name: &str| seen.now.of(name, None);
-    let pair = |a: &str, b: &str| format!("{} of {}", short(of(a)), short(of(b)));
-    lines.push(Line::from(vec![name("up"), long(seen.status.uptime_s).into()]));
-    lines.push(Line::from(vec![name("inodes"), pair("thruway_inodes", "thruway_inodes_limit").into()]));
-    lines.push(Line::from(vec![name("descriptors"), pair("thruway_descriptors", "thruway_descriptors_limit").into()]));
-    lines.push(Line::from(vec![name("mappings"), pair("thruway_mappings", "thruway_mappings_limit").into()]));
-    lines.push(Line::from(vec![name("notifications"), short(of("thruway_notifications_total")).into()]));
-    lines.push(Line::from(vec![name("limits hit"), short(of("thruway_limit_reached_total")).into()]));
-    for (what, switch, more) in switches(&seen.status) {
+    let pair = |a: &str, b: &str| Span::from(format!("{} of {}", short(of(a)), short(of(b))));
+    let says = |(name, switch, more): (_, &Switch, String)| {
         let says = Span::from(on(switch) + &more);
-        lines.push(Line::from(vec![name(what), if switch.on { says.green() } else { says.dim() }]));
+        (name, if switch.on { says.green() } else { says.dim() })
+    };
+    let figures = [
+        ("up", long(seen.status.uptime_s).into()),
+        ("inodes", pair("thruway_inodes", "thruway_inodes_limit")),
+        ("descriptors", pair("thruway_descriptors", "thruway_descriptors_limit")),
+        ("mappings", pair("thruway_mappings", "thruway_mappings_limit")),
+        ("limits reached", short(of("thruway_limit_reached_total")).into()),
+    ];
+    let width = usize::from(area.width).saturating_sub(NAME + 4).max(8);
+    let mut switches = switches(&seen.status);
+    // What is off takes more lines, which may not all fit.
+    switches.sort_by_key(|(_, switch, _)| !switch.on);
+    let lines = figures.into_iter().chain(switches.map(says)).flat_map(|(name, says)| {
+        wrap(&says.content, width).into_iter().enumerate().map(move |(n, part)| {
+            let name = format!("{:NAME$}", if n == 0 { name } else { "" });
+            Line::from(vec![Span::from(name).fg(Color::Gray), Span::styled(part, says.style)])
+        })
+    });
+    let title = tail(&seen.status.shared_dir, width);
+    frame.render_widget(Paragraph::new(lines.collect::<Vec<_>>()).block(block(title)), area);
+}
+
+/// Lines of at most `width` characters, if no word is longer.
+fn wrap(text: &str, width: usize) -> Vec<String> {
+    let mut lines = vec![String::new()];
+    for word in text.split(' ') {
+        match lines.last_mut() {
+            Some(line) if line.is_empty() => line.push_str(word),
+            Some(line) if line.chars().count() + 1 + word.chars().count() <= width => *line += &format!(" {word}"),
+            _ => lines.push(word.to_owned()),
+        }
     }
-    let block = Block::bordered().border_style(Color::DarkGray).title(format!(" {} ", seen.status.shared_dir));
-    frame.render_widget(Paragraph::new(lines).block(block), area);
+    lines
 }
 
 /// Shows what daemons do.
@@ -490,20 +570,36 @@ pub fn top(options: &TopOptions) -> Result {
     result.map(|()| ExitCode::SUCCESS).map_err(|e| format!("cannot use the terminal: {e}: use --batch"))
 }
 
+/// How often it looks for a signal while no key is pressed.
+const SIGNALS: Duration = Duration::from_millis(200);
+
 fn watch(
     terminal: &mut ratatui::DefaultTerminal,
     top: &mut Top,
     options: &TopOptions,
     delay: Duration,
 ) -> std::io::Result<()> {
+    // A signal ends it in order too: the terminal would otherwise stay as it is.
+    let ended = Arc::new(AtomicBool::new(false));
+    for signal in [SIGTERM, SIGHUP] {
+        signal_hook::flag::register(signal, ended.clone())?;
+    }
     loop {
         // Daemons come and go.
         top.look(&daemons::find(options.which.as_deref()).unwrap_or_default());
         let next = Instant::now() + delay;
         loop {
             terminal.draw(|frame| top.draw(frame))?;
-            if !event::poll(next.saturating_duration_since(Instant::now()))? {
+            let left = next.saturating_duration_since(Instant::now());
+            let pressed = event::poll(left.min(SIGNALS))?;
+            if ended.load(Ordering::Relaxed) {
+                return Ok(());
+            }
+            if !pressed && left.is_zero() {
                 break;
+            }
+            if !pressed {
+                continue;
             }
             if let Event::Key(key) = event::read()? {
                 let interrupt = key.code == KeyCode::Char('c') && key.modifiers.contains(KeyModifiers::CONTROL);
@@ -546,14 +642,16 @@ mod tests {
         top.sort();
         let shown = screen(&top, 120, 30);
         for words in
-            ["2 daemons", "/srv/7", "/srv/8", "2000", "64 µs", "Read", "off: it needs Linux 6.14", "sort by latency"]
+            ["2 daemons", "/srv/7", "/srv/8", "2000", "64 µs", "Read", "off: it needs Linux 6.14", "by requests"]
         {
             assert!(shown.contains(words), "{words}: {shown}");
         }
         assert!(shown.find("/srv/8") < shown.find("/srv/7"), "{shown}");
-        assert!(shown.contains("Requests/s of 8"));
+        assert!(shown.contains("Requests/s of process 8"));
         assert!(top.key(KeyCode::Down) && top.key(KeyCode::Down));
-        assert!(screen(&top, 120, 30).contains("Requests/s of 7"));
+        assert!(screen(&top, 120, 30).contains("Requests/s of process 7"));
+        let narrow = screen(&top, 80, 24);
+        assert!(narrow.contains("WRITE/S") && !narrow.contains("INODES"), "{narrow}");
         (0..3).for_each(|_| assert!(top.key(KeyCode::Char('s'))));
         assert_eq!((top.order, top.seen[0].status.pid), (Order::Pid, 7));
         assert!(!top.key(KeyCode::Char('q')));
