@@ -4,6 +4,7 @@
 //!
 //! Each test has its own process and mount namespace.
 
+mod notified;
 mod processes;
 
 use std::fs::{self, File};
@@ -19,15 +20,14 @@ use std::sync::{Arc, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use processes::{run_all, skip, this};
+use notified::Open;
+use processes::{run_mounting, skip, this};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
-use tempfile::TempDir;
 use thruway::device::{self, Urings};
 use thruway::fs::{CachePolicy, Config, FileHandles, PassthroughFs, proc_self_fd};
 use thruway::fuse::abi::*;
 use thruway::fuse::buf::IoRange;
-use thruway::fuse::notify::{Notification, Sink};
 use thruway::fuse::ops::{Attrs, Control, Files, Names, Wait};
 use thruway::fuse::{Io, Job, Reply, Server, Transport, WayBack, Work};
 use thruway::watch::Watch;
@@ -62,17 +62,7 @@ fn main() -> ExitCode {
 }
 
 fn run(filter: &str) -> ExitCode {
-    if !rustix::process::geteuid().is_root() {
-        println!("skipped: it mounts file systems");
-        return ExitCode::SUCCESS;
-    }
-    run_all(TESTS.iter().map(|(name, _)| ((*name).to_owned(), *name)), filter, |name| {
-        // This process removes the directory: the test itself cannot while its file system is mounted.
-        let scratch = TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-        let mut run = Command::new("unshare");
-        run.env("TMPDIR", scratch.path()).args(["--mount", "--propagation=private"]);
-        run.arg(this(&[]).get_program()).args(["--run", name]).status().unwrap()
-    })
+    run_mounting(TESTS.iter().map(|(name, _)| [*name]), filter)
 }
 
 // The server.
@@ -432,19 +422,6 @@ fn files_outlive_the_kernels_cache() {
     assert_eq!(guest.call(Opcode::Read, node, read.as_bytes(), 100).unwrap(), b"contents");
     drop(guest.frontend);
     guest.daemon.join().unwrap().unwrap();
-}
-
-/// A guest that takes notifications.
-struct Open;
-
-impl Sink for Open {
-    fn is_open(&self) -> bool {
-        true
-    }
-
-    fn notify(&self, _notification: Notification) {}
-
-    fn clear(&self) {}
 }
 
 /// Nothing tells the daemon of what another host changes. So the guest gets no lease, and no contents stay at an open.

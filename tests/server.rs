@@ -1,18 +1,20 @@
 //! The FUSE server over a real directory, called without a virtqueue: how much it allocates, and what it survives.
 
+mod notified;
+
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, mpsc};
 
+use notified::Open;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use tempfile::TempDir;
 use thruway::fs::{CachePolicy, Config, FileHandles, NoOpen, PassthroughFs, proc_self_fd};
 use thruway::fuse::abi::*;
 use thruway::fuse::buf::IoRange;
-use thruway::fuse::notify::{Notification, Sink};
 use thruway::fuse::ops::Wait;
 use thruway::fuse::{Io, Job, Server, Transport, WayBack, Work};
 use thruway::limits::{DATA_BYTES, INODE_MEMORY, REMOVED_PARTS};
@@ -87,19 +89,6 @@ struct Guest {
     request: Vec<u8>,
     reply: Vec<u8>,
     dir: TempDir,
-}
-
-/// A guest that takes notifications.
-struct Open;
-
-impl Sink for Open {
-    fn is_open(&self) -> bool {
-        true
-    }
-
-    fn notify(&self, _notification: Notification) {}
-
-    fn clear(&self) {}
 }
 
 impl Guest {

@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::thread::{sleep, spawn};
 use std::time::{Duration, Instant};
 
-use processes::{run_all, skip, this};
+use processes::{run_mounting, skip, this};
 use rustix::fs::{Mode, OFlags};
 use tempfile::TempDir;
 use thruway::device;
@@ -72,19 +72,7 @@ fn main() -> ExitCode {
 }
 
 fn run_disks(filter: &str) -> ExitCode {
-    if !rustix::process::geteuid().is_root() {
-        println!("skipped: it mounts file systems");
-        return ExitCode::SUCCESS;
-    }
-    let all = TESTS.iter().flat_map(|(name, _)| DISKS.iter().map(move |disk| (*name, *disk)));
-    run_all(all.map(|test| (format!("{} {}", test.0, test.1), test)), filter, |(name, disk)| {
-        // This process removes the directory: the test itself cannot while its file system is mounted.
-        let scratch = TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-        let mut run = Command::new("unshare");
-        run.env("TMPDIR", scratch.path());
-        run.args(["--mount", "--propagation=private"]);
-        run.arg(this(&[]).get_program()).args(["--run", name, disk]).status().unwrap()
-    })
+    run_mounting(TESTS.iter().flat_map(|(name, _)| DISKS.iter().map(move |disk| [*name, *disk])), filter)
 }
 
 /// A process of the host that copies a file so that both share the blocks.

@@ -3,6 +3,8 @@
 use std::fmt::Display;
 use std::process::{Command, ExitCode, ExitStatus, exit};
 
+use tempfile::TempDir;
+
 /// The exit code of a test that cannot run on this machine.
 const SKIPPED: u8 = 77;
 
@@ -27,6 +29,24 @@ pub fn run_all<T>(
     }
     println!("{failed} failed");
     if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// As [`run_all`], for tests that mount file systems: each has a mount namespace and a directory for temporary files of
+/// its own. A test is the words that follow `--run`. Together they are its name.
+// Not all test programs mount something.
+#[allow(dead_code)]
+pub fn run_mounting<const N: usize>(tests: impl IntoIterator<Item = [&'static str; N]>, filter: &str) -> ExitCode {
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: it mounts file systems");
+        return ExitCode::SUCCESS;
+    }
+    run_all(tests.into_iter().map(|words| (words.join(" "), words)), filter, |words| {
+        // This process removes the directory: the test itself cannot while its file system is mounted.
+        let scratch = TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let mut run = Command::new("unshare");
+        run.env("TMPDIR", scratch.path()).args(["--mount", "--propagation=private"]);
+        run.arg(this(&[]).get_program()).arg("--run").args(words).status().unwrap()
+    })
 }
 
 /// This program, with other arguments.
