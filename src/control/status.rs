@@ -60,7 +60,7 @@ pub fn status(state: &Arc<State>) -> Status {
         file_handles: Switch::off(sources.server.fs().why_no_handles()),
         io_uring: Switch::off(sources.urings.why_not()),
         migration: migration(sources.device.progress()),
-        held: sources.device.holds(),
+        held: sources.device.is_held(),
     }
 }
 

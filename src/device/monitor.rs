@@ -158,8 +158,8 @@ impl Default for Monitor {
 }
 
 impl Monitor {
-    /// Whether the workers must take nothing.
-    pub(super) fn is_held(&self) -> bool {
+    /// Whether the workers must take nothing: [`hold`](Self::hold) is in force.
+    pub fn is_held(&self) -> bool {
         self.held.0.load(Ordering::SeqCst)
     }
 
@@ -194,11 +194,6 @@ impl Monitor {
             let _ = connection.resume.write(1);
         }
         held
-    }
-
-    /// Whether [`hold`](Self::hold) is in force.
-    pub fn holds(&self) -> bool {
-        self.is_held()
     }
 
     /// While the queues are held: requests that were taken and not answered, without those that wait for a lock.
@@ -304,7 +299,7 @@ mod tests {
     fn without_a_frontend_nothing_is_in_flight() {
         let monitor = Monitor::default();
         monitor.hold();
-        assert!(monitor.holds() && monitor.in_flight() == Some(0) && monitor.queues().is_empty());
-        assert!(monitor.resume() && !monitor.resume() && !monitor.holds());
+        assert!(monitor.is_held() && monitor.in_flight() == Some(0) && monitor.queues().is_empty());
+        assert!(monitor.resume() && !monitor.resume() && !monitor.is_held());
     }
 }
