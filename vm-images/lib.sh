@@ -161,3 +161,22 @@ APT::Sandbox::User "root";
 END
     APT_CONFIG=$1/apt.conf apt-get --quiet update
 }
+
+# unpack_packages LIST: fetches the packages of packages/LIST.list, with what the tree lacks for them, and unpacks them into
+# $partial/root, without documents. They are not installed.
+unpack_packages() {
+    local apt=$partial/apt package tree
+    tree=$(tree_dir)
+    [[ -d $tree ]] || die "there is no guest tree yet: run $here/setup.sh tree"
+    logged "read package lists" private_apt "$apt"
+    debian_preferences >"$apt/preferences.d/thruway"
+    # What the tree has is not fetched again.
+    cp "$tree/root/var/lib/dpkg/status" "$apt/status"
+    export APT_CONFIG=$apt/apt.conf
+    # shellcheck disable=SC2046  # a list
+    logged "fetch $1" apt-get --quiet --yes --no-install-recommends --download-only install $(package_list "$1")
+    unset APT_CONFIG
+    mkdir "$partial/root"
+    for package in "$apt"/cache/archives/*.deb; do dpkg-deb -x "$package" "$partial/root"; done
+    rm -rf "$apt" "$partial"/root/usr/share/{doc,man,locale}
+}
