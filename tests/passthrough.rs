@@ -583,6 +583,12 @@ fn holes_are_not_written_in_place() {
     guest.fallocate(node, fh, punch, 8192, 4096);
     assert_eq!(guest.entry(index).flags, VALID | WRITABLE | REVOKED);
     assert_eq!(guest.let_go(index).flags, VALID);
+    // An allocation that fails may take back pages that the daemon has seen meanwhile.
+    assert_eq!(guest.ask(node, fh, 0, 4096, true), Ok(()));
+    let args = FallocateIn { fh, length: i64::MAX as u64, ..Default::default() };
+    assert!(guest.call(Opcode::Fallocate, node, args.as_bytes(), 0).is_err());
+    assert_eq!(guest.entry(index).flags, VALID | WRITABLE | REVOKED);
+    assert_eq!(guest.let_go(index).flags, VALID);
 }
 
 fn what_is_not_worth_it_stays_with_messages() {

@@ -543,7 +543,12 @@ impl Files for PassthroughFs {
                 return Ok(());
             }
             let since = self.passing().and_then(|pass| pass.allocating(node));
-            self.changing(node, || fallocate(file.fd, mode, a.offset, a.length))?;
+            let done = self.changing(node, || fallocate(file.fd, mode, a.offset, a.length));
+            if done.is_err() {
+                // tmpfs takes back the pages that it has allocated by then.
+                self.passing().iter().for_each(|pass| pass.punching(node, a.offset, || ()));
+            }
+            done?;
             self.drop_capability(file.fd);
             if let (Some(pass), Some(since)) = (self.passing(), since) {
                 pass.allocated(&since, file.fd, a.offset, a.length);

@@ -38,6 +38,8 @@ const ALLOWED: &[&[c_long]] = &[
     // Finding and opening files.
     &[SYS_openat, SYS_openat2, SYS_name_to_handle_at, SYS_open_by_handle_at, SYS_readlinkat, SYS_getdents64],
     &[SYS_statx, SYS_newfstatat, SYS_fstat, SYS_statfs, SYS_fstatfs, SYS_faccessat, SYS_faccessat2],
+    // Whether a file in memory has pages beyond its end.
+    &[crate::window::SYS_CACHESTAT],
     // Watching files. The group was made before.
     &[SYS_fanotify_mark],
     // Creating, removing and renaming files.

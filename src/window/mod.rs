@@ -43,6 +43,7 @@ use shared::{DAX, Shared, WHOLE_FILES, write_back};
 pub use shared::{Facts, Frontend, Mapping, ProxyFiles, Source};
 use slots::Slots;
 pub use space::Stores;
+pub use sys::SYS_CACHESTAT;
 pub use table::{Entry, EntryState};
 use times::touch;
 

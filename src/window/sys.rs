@@ -101,6 +101,34 @@ pub fn write_back(file: BorrowedFd) -> io::Result<()> {
     write().or_else(|e| write().and(Err(e)))
 }
 
+/// cachestat(2), of Linux 6.5. libc does not define it for all architectures, but its number is the same on those of
+/// thruwayd.
+pub const SYS_CACHESTAT: libc::c_long = 451;
+
+/// struct cachestat of include/uapi/linux/mman.h.
+#[derive(Default)]
+#[repr(C)]
+struct Cached {
+    cache: u64,
+    dirty: u64,
+    writeback: u64,
+    /// Of tmpfs: pages in swap space.
+    evicted: u64,
+    recently_evicted: u64,
+}
+
+/// Whether a file in memory has a page from the byte `from` on.
+pub fn has_pages(file: BorrowedFd, from: u64) -> io::Result<bool> {
+    // struct cachestat_range: to the end, however long the file is.
+    let (range, mut cached) = ([from, 0_u64], Cached::default());
+    // SAFETY: the call reads two integers and writes one struct.
+    let done = unsafe { libc::syscall(SYS_CACHESTAT, file.as_raw_fd(), range.as_ptr(), &raw mut cached, 0) };
+    match done {
+        0 => Ok(cached.cache > 0 || cached.evicted > 0),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 /// Unregisters a backing file. Open files keep it.
 pub fn backing_close(fuse: BorrowedFd, id: i32) -> io::Result<()> {
     // SAFETY: the request reads the one integer that it is given.
