@@ -277,15 +277,29 @@ fn rows_text(results: &Results, table: &Table) -> String {
 /// Contenders compared with others than virtiofsd, where there is such a target.
 fn over_text(results: &Results, table: &Table) -> String {
     let mut rows = vec![["", "ratio", "wanted"].map(str::to_owned).to_vec()];
+    let mut row = |pair: &str, job: &str, ratio: String, median: f64, wanted: f64| {
+        let met = if median >= wanted { "met" } else { "**missed**" };
+        rows.push(vec![format!("{pair}: {job}"), ratio, format!("≥ {wanted}: {met}")]);
+    };
     for contender in table.contenders {
         for goal in contender.goals {
-            let Goal::Over(other, job, wanted) = *goal else { continue };
+            let (other, one, each, all) = match *goal {
+                Goal::Over(other, job, wanted) => (other, Some(job), wanted, None),
+                Goal::OverAll(other, each, all) => (other, None, each, Some(all)),
+                _ => continue,
+            };
             let other = table.contenders.iter().find(|c| c.name == other).expect("the table has what its goals name");
-            let job = table.jobs.iter().find(|j| j.name == job).expect("the table has what its goals name");
-            let ratio = results.series(table, contender, job).over(results.series(table, other, job));
-            let met = if ratio.median() >= wanted { "met" } else { "**missed**" };
-            let title = format!("{} / {}: {}", contender.name, other.name, job.title);
-            rows.push(vec![title, ratio.to_string(), format!("≥ {wanted}: {met}")]);
+            let pair = format!("{} / {}", contender.name, other.name);
+            let jobs = table.jobs.iter().filter(|job| one.is_none_or(|one| one == job.name));
+            let ratios: Vec<(&Job, Series)> =
+                jobs.map(|job| (job, over(results, table, [contender, other], job))).collect();
+            for (job, ratio) in &ratios {
+                row(&pair, job.title, ratio.to_string(), ratio.median(), each);
+            }
+            if let Some(wanted) = all {
+                let median = median(&ratios.iter().map(|(_, ratio)| ratio.median()).collect::<Vec<_>>());
+                row(&pair, "the median of the rows", number(median), median, wanted);
+            }
         }
     }
     if rows.len() > 1 { format!("\n{}", markdown(&rows)) } else { String::new() }
@@ -325,8 +339,16 @@ fn base<'a>(results: &'a Results, table: &Table, job: &Job) -> &'a Series {
 
 /// Contender to virtiofsd, above 1 where the contender is better.
 fn ratio(results: &Results, table: &Table, contender: &Contender, job: &Job) -> Series {
-    let (mine, base) = (results.series(table, contender, job), base(results, table, job));
-    if job.measure.more_is_better() { mine.over(base) } else { base.over(mine) }
+    better_by(results.series(table, contender, job), base(results, table, job), job)
+}
+
+/// One contender to another, above 1 where the first is better.
+fn over(results: &Results, table: &Table, [mine, other]: [&Contender; 2], job: &Job) -> Series {
+    better_by(results.series(table, mine, job), results.series(table, other, job), job)
+}
+
+fn better_by(mine: &Series, other: &Series, job: &Job) -> Series {
+    if job.measure.more_is_better() { mine.over(other) } else { other.over(mine) }
 }
 
 /// The ratio, and whether it meets its target.
