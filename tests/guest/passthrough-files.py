@@ -17,10 +17,6 @@ SIZE = 3 << 20
 IO = "Read", "Write"
 
 
-class Iovec(ctypes.Structure):
-    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
-
-
 def asked(*opcodes):
     return host_number("requests s " + " ".join(opcodes))
 

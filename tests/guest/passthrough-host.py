@@ -1,20 +1,22 @@
 #!/usr/bin/python3
 """The host changes passed-through files: passthrough-host.py TRUNCATIONS."""
 
+import errno
 import os
 import random
 import signal
 import sys
 
 sys.path.insert(0, "/host")
+from rings import address
 from window import *
 
 truncations = int(sys.argv[1])
 SIZE = 4 << 20
 
 
-def make(name, size=SIZE, seed=1):
-    return host_file(name, size, seed)
+def make(name, size=SIZE, seed=1, new=False):
+    return host_file(name, size, seed, new)
 
 
 def written():
@@ -83,6 +85,31 @@ def replaced():
     host("rm replaced")
 
 
+def pinned():
+    """The host truncates a file while a page of it is in a pipe. Other files get no memory that the page may still show."""
+    path = make("pinned")
+    fd = os.open(path, os.O_RDWR)
+    reader, writer = os.pipe()
+    with mapped(path, SIZE, writable=True) as view:
+        piece = Iovec(address(view), 4096)
+        equal(call("vmsplice", writer, ctypes.byref(piece), 1, 0), 4096)
+    timed(": >pinned")
+    seen("that the pinned file is empty", lambda: os.fstat(fd).st_size, 0)
+    # More than the window has room for.
+    for number in range(5):
+        other = make(f"other-{number}", seed=number + 10, new=True)
+        with mapped(other, SIZE) as view:
+            assert view[:] == pattern(SIZE, number + 10)
+    assert os.read(reader, 4096) in (pattern(4096), bytes(4096)), "the pipe has another file's bytes"
+    host("printf further >>pinned")
+    seen("what the host appended", lambda: os.pread(fd, 100, 0), b"further")
+    # The daemon cannot know that nobody stored to the page.
+    refused(errno.EIO, os.fsync, fd)
+    for descriptor in fd, reader, writer:
+        os.close(descriptor)
+    host("rm pinned other-*")
+
+
 def under_load(command):
     """The host truncates the file again and again while eight processes read and write. Only the host sets its length."""
     # The mapped part is never cut off.
@@ -104,7 +131,14 @@ def under_load(command):
             for at in range(0, least, 4096):
                 view[at]
 
-    busy = [Busy(reads, f"reads {n}") for n in range(4)] + [Busy(mapped_reads, f"mapped {n}") for n in range(2)]
+    disk = os.open("/dev/vda", os.O_RDONLY | os.O_DIRECT)
+
+    def direct_reads():
+        with mapped(path, least, writable=True) as view:
+            with memoryview(view) as buffer:
+                equal(os.preadv(disk, [buffer], 0), least)
+
+    busy = [Busy(reads, f"reads {n}") for n in range(4)] + [Busy(mapped_reads, "mapped"), Busy(direct_reads, "direct")]
     slowest = 0
     with busy[0], busy[1], busy[2], busy[3], busy[4], busy[5]:
         for turn in range(truncations):
@@ -138,6 +172,7 @@ steps(
     (truncated, "truncate -s 5000 {0}", 5000),
     (truncated, ": >{0}", 0),
     (replaced,),
+    (pinned,),
     (under_load, "truncate -s {size} load"),
 )
 umount("s")

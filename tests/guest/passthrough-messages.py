@@ -9,6 +9,10 @@ sys.path.insert(0, "/host")
 from window import *
 
 SIZE = 64 << 20
+# Of include/uapi/asm-generic/mman-common.h.
+MADV_PAGEOUT = 21
+# Counts the files that were passed through.
+PASSED = "grep -c 'passthrough.*mapped=Ok' ../daemons.logs/daemon-s.log"
 DATA = "Read", "Write", "Setupmapping", "Removemapping"
 
 
@@ -51,13 +55,12 @@ def opened_again():
     slots = host_number(maps)
     assert slots > 0, "nothing is mapped"
     os.close(fd)
-    made = "grep -c 'passthrough.*mapped=Ok' ../daemons.logs/daemon-s.log"
-    before = host_number(made), asked("Open"), asked("Read")
+    before = host_number(PASSED), asked("Open"), asked("Read")
     for _ in range(20):
         fd = os.open(f"{S}/big", os.O_RDWR)
         os.pread(fd, 100, 0)
         os.close(fd)
-    equal((host_number(made), asked("Open"), asked("Read")), (before[0], before[1] + 20, before[2]))
+    equal((host_number(PASSED), asked("Open"), asked("Read")), (before[0], before[1] + 20, before[2]))
     equal(host_number(maps), slots)
 
 
@@ -70,8 +73,31 @@ def by_messages():
     assert asked("Read") > before, "READ is not counted"
 
 
+def evicted():
+    """Files whose pages the guest's kernel has evicted, and remembers, are passed through when they are opened again."""
+    size, paths = 1 << 20, [f"{S}/evicted-{number}" for number in range(8)]
+    for path in paths:
+        # A new file is below the minimum size when it is opened.
+        fd = os.open(path, os.O_RDWR | os.O_CREAT)
+        equal(os.write(fd, pattern(size)), size)
+        os.fsync(fd)
+        with mmap.mmap(fd, size) as view:
+            assert view[:] == pattern(size)
+            view.madvise(MADV_PAGEOUT)
+        os.close(fd)
+    nodes = [line.split()[1] for line in open("/proc/vmstat") if line.startswith("workingset_nodes ")]
+    assert int(nodes[0]) >= len(paths), f"the kernel remembers pages in {nodes[0]} nodes of {len(paths)} files"
+    before = asked("Read"), host_number(PASSED)
+    for path in paths:
+        with mapped(path, size, writable=True) as view:
+            assert view[:] == pattern(size)
+            view[5000:5005] = b"store"
+        equal(read(path)[5000:5005], b"store")
+    equal((asked("Read"), host_number(PASSED)), (before[0], before[1] + len(paths)))
+
+
 mount("meet")
 mount("s")
-steps((in_pieces,), (opened_again,), (by_messages,))
+steps((in_pieces,), (opened_again,), (by_messages,), (evicted,))
 umount("s")
 umount("meet")

@@ -19,6 +19,10 @@ SETTLED = 1.1
 asked = 0
 
 
+class Iovec(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+
+
 def host(command, patience=60):
     """Runs a shell command on the host, in the share's directory, and returns its output."""
     global asked
@@ -39,18 +43,19 @@ def host_number(command):
     return int(host(command))
 
 
-# A guest sees the host's changes within this time: attributes are valid for 1 s, and the copy that replaces the mapping of a
-# truncated file's end stays for 3 s.
-SEEN = 6
-# The guard may hold a process of the host no longer: its deadline is 2 s, doubled for a busy machine.
-FROZEN = 4
+# A guest sees the host's changes within some seconds: attributes are valid for 1 s, and the copy that replaces the mapping of a
+# truncated file's end stays for 3 s. The guard holds a process of the host for 2 s at most. 60 s: no test decides by how fast the
+# machine is.
+SEEN = 60
+FROZEN = 60
 
 
-def host_file(name, size, seed=1):
-    """The host creates a file, or replaces it."""
+def host_file(name, size, seed=1, new=False):
+    """The host creates a file, or replaces it. `new`: the guest has not seen one of this name."""
     write(f"{MEET}/new", pattern(size, seed))
     host(f"cp ../meet/new {name}.new && mv {name}.new {name}")
-    time.sleep(SETTLED)
+    if not new:
+        time.sleep(SETTLED)
     return f"{S}/{name}"
 
 

@@ -93,7 +93,12 @@ case_passthrough_stress() {
 
 case_passthrough_host_changes() {
     passthrough
+    # Small, so that files take each other's slots.
+    window_options=(--passthrough-window=16M,required --passthrough-min-size=0)
+    window_warning='the guest did not let go of a file in time'
     window_case host passthrough-host.py "$(pick 20 500)"
+    # Because of the page in a pipe.
+    grep -q "$window_warning" "$work/daemons.logs/daemon-s.log" || fail "the guest let go of a page that was held"
 }
 
 # The guest does not look for revocations by itself. With one mapping for each file and one for the table, no slot grows in place.

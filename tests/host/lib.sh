@@ -51,12 +51,12 @@ from_tree() {
 # peer: prints the path of virtiofsd.
 peer() (. "$root/vm-images/lib.sh" && printf '%s/bin/virtiofsd\n' "$(tools_dir)")
 
-# logs_are_clean DIRECTORY: fails if a daemon or a guest kernel logged an error there.
+# logs_are_clean DIRECTORY [WARNING]: fails if a daemon or a guest kernel logged an error there. The WARNING is expected.
 logs_are_clean() {
     local found
     # Limits that the host sets (open files) are no error of the daemon.
     found=$(grep -HnaE 'panicked|seccomp|SIGSYS|ERROR|\bWARN\b' "$1"/daemon*.log 2>/dev/null |
-        grep -vE 'imit of open files|limit .* of open file|deprecated' || true)
+        grep -vE "imit of open files|limit .* of open file|deprecated${2:+|$2}" || true)
     found+=$(grep -HnaE 'BUG:|WARNING:|Oops|Call Trace|blocked for more|Kernel panic|stack segment|general protection|\bnot ok [0-9]' \
         "$1"/console.log 2>/dev/null || true)
     [[ -z $found ]] || fail "errors in the logs: $found"
