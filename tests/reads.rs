@@ -2,8 +2,8 @@
 //! them.
 
 use std::fs::File;
-use std::io::Write;
-use std::os::fd::OwnedFd;
+use std::io::{Read, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::AtomicBool;
@@ -11,6 +11,7 @@ use std::sync::{Arc, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use rustix::fs::{MemfdFlags, memfd_create};
 use thruway::device::{self, Handler, LARGE, Urings};
 use thruway::fs::{Config, PassthroughFs, proc_self_fd};
 use thruway::fuse::abi::*;
@@ -18,7 +19,11 @@ use thruway::fuse::buf::IoVecs;
 use thruway::fuse::metrics::LateMeter;
 use thruway::fuse::ops::{Control, Files, Names, Wait};
 use thruway::fuse::{Io, Reply, Server, Transport, WayBack, Work};
-use thruway_bench::frontend::{Frontend, Options};
+use thruway_bench::frontend::{Frontend, Options, WINDOW_BASE};
+use vhost::VhostUserMemoryRegionInfo;
+use vhost::vhost_user::VhostUserFrontend;
+use virtio_queue::desc::split::Descriptor;
+use vm_memory::{Bytes, GuestAddress};
 use zerocopy::{FromBytes, IntoBytes};
 
 /// Reads `nodeid` bytes of a stream.
@@ -31,8 +36,15 @@ const FAST: u32 = 1002;
 const HEAVY: u32 = 1003;
 /// The node of a [`HEAVY`] request that moves data.
 const DATA: u64 = 1;
+/// Replies once the stream has a byte. Says by a byte of its own that it waits. The worker waits itself.
+const STUCK: u32 = 1004;
+/// As [`STUCK`], but a thread that may wait serves it.
+const ANEW: u32 = 1005;
 
-const LONG: Duration = Duration::from_secs(10);
+/// Bytes of a [`Part`].
+const PART: u64 = 2 << 20;
+
+const LONG: Duration = Duration::from_secs(100);
 
 struct Stub(OwnedFd);
 
@@ -67,6 +79,15 @@ impl Handler for Stub {
                 thread::sleep(Duration::from_millis(20));
                 let error = if header.nodeid == DATA && from.moves(LARGE) { -libc::EPERM } else { 0 };
                 work.writable.write_at(0, OutHeader { len: 16, error, unique }.as_bytes())
+            }
+            ANEW if !from.may_wait() => {
+                from.serve_anew(None);
+                0
+            }
+            STUCK | ANEW => {
+                rustix::io::write(&self.0, &[0]).unwrap();
+                rustix::io::read(&self.0, &mut [0]).unwrap();
+                work.writable.write_at(0, &empty())
             }
             _ => work.writable.write_at(0, &empty()),
         }
@@ -110,6 +131,113 @@ fn urings() -> Urings {
     let urings = Urings::new(1);
     assert!(urings.of(1).is_some(), "there is no io_uring here");
     urings
+}
+
+/// A file in the guest's memory, as long as a proxy file of the window.
+struct Part {
+    file: File,
+    name: String,
+    at: u64,
+}
+
+impl Part {
+    /// Puts it at the place of this number. The name is unique among the tests.
+    fn new(frontend: &mut Frontend, name: String, place: u64) -> Self {
+        let file = File::from(memfd_create(&*name, MemfdFlags::CLOEXEC).unwrap());
+        file.set_len(1 << 62).unwrap();
+        let part = Self { file, name, at: WINDOW_BASE + place * PART };
+        frontend.vhost().add_mem_region(&part.region()).unwrap();
+        assert!(part.is_mapped());
+        part
+    }
+
+    fn region(&self) -> VhostUserMemoryRegionInfo {
+        VhostUserMemoryRegionInfo {
+            guest_phys_addr: self.at,
+            memory_size: PART,
+            userspace_addr: self.at,
+            mmap_offset: 0,
+            mmap_handle: self.file.as_raw_fd(),
+        }
+    }
+
+    /// Takes it out.
+    fn leaves(&self, frontend: &mut Frontend) {
+        frontend.vhost().remove_mem_region(&self.region()).unwrap();
+    }
+
+    /// Whether the daemon, which is this process, still has it mapped.
+    fn is_mapped(&self) -> bool {
+        let name = format!("/memfd:{} ", self.name);
+        std::fs::read_to_string("/proc/self/maps").unwrap().contains(&name)
+    }
+
+    fn is_gone(&self) {
+        let end = Instant::now() + LONG;
+        while self.is_mapped() {
+            assert!(Instant::now() < end, "the daemon keeps {}", self.name);
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+/// Sends a request whose reply has room for `len` bytes at this guest address, and waits until it waits.
+fn send_and_wait(frontend: &Frontend, peer: &mut UnixStream, opcode: u32, room: (u64, u32)) -> u16 {
+    let (_, header) = frontend.header(opcode, room.1.into(), 0);
+    let own = frontend.alloc(1, 4096).unwrap();
+    frontend.memory().write_slice(&header, GuestAddress(own)).unwrap();
+    let heads = frontend.take_descriptors(1, 3).unwrap();
+    let buffers = [(own, 40, 1, heads[1]), (own + 64, 16, 3, heads[2]), (room.0, room.1, 2, 0)];
+    for (index, (addr, len, flags, next)) in heads.iter().zip(buffers) {
+        frontend.write_descriptor(1, *index, Descriptor::new(addr, len, flags, next)).unwrap();
+    }
+    frontend.push_raw(1, heads[0]).unwrap();
+    match opcode {
+        READ => drop(frontend.request(1, FAST, 1, b"", b"", 0).unwrap()),
+        _ => peer.read_exact(&mut [0]).unwrap(),
+    }
+    heads[0]
+}
+
+/// A host process that truncates a file waits for the end of its mappings, the daemon's too.
+#[test]
+fn requests_that_wait_keep_no_file_that_they_do_not_use() {
+    for opcode in [READ, ANEW, STUCK] {
+        let (mut daemon, mut peer) = with_a_peer(urings());
+        let part = Part::new(&mut daemon.frontend, format!("unused{opcode}"), 0);
+        let own = daemon.frontend.alloc(1, 4096).unwrap();
+        let head = send_and_wait(&daemon.frontend, &mut peer, opcode, (own, 1));
+        part.leaves(&mut daemon.frontend);
+        part.is_gone();
+        peer.write_all(&[7]).unwrap();
+        assert_eq!(daemon.frontend.wait_raw(1, LONG).unwrap().0, u32::from(head));
+        daemon.end();
+    }
+}
+
+#[test]
+fn requests_that_wait_keep_the_file_that_they_use() {
+    for opcode in [READ, ANEW, STUCK] {
+        let (mut daemon, mut peer) = with_a_peer(urings());
+        let mut part = |name, place| Part::new(&mut daemon.frontend, format!("{name}{opcode}"), place);
+        let (used, other) = (part("used", 0), part("other", 1));
+        let head = send_and_wait(&daemon.frontend, &mut peer, opcode, (used.at + 5, 1));
+        used.leaves(&mut daemon.frontend);
+        other.leaves(&mut daemon.frontend);
+        other.is_gone();
+        // Another file may come to the same place of the guest's memory.
+        let next = Part::new(&mut daemon.frontend, format!("next{opcode}"), 0);
+        next.leaves(&mut daemon.frontend);
+        next.is_gone();
+        assert!(used.is_mapped());
+        peer.write_all(&[7]).unwrap();
+        assert_eq!(daemon.frontend.wait_raw(1, LONG).unwrap().0, u32::from(head));
+        let mut byte = [0];
+        used.file.read_exact_at(&mut byte, 5).unwrap();
+        assert_eq!(byte, [if opcode == READ { 7 } else { 0 }]);
+        used.is_gone();
+        daemon.end();
+    }
 }
 
 #[test]

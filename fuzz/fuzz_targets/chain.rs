@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 
 use libfuzzer_sys::fuzz_target;
 use rustix::io::Errno;
-use thruway::device::doors::{Memory, MemoryAtomic, RegionState, Segment, Table, is_near, load, mark_dirty, write};
+use thruway::device::doors::{Memory, RegionState, Segment, Table, Tables, is_near, load, mark_dirty, write};
 use thruway::fuse::Work;
 use thruway_fuzz::Input;
 use vm_memory::mmap::MmapRegion;
@@ -20,12 +20,12 @@ fn region(addr: u64, len: usize, far: bool) -> GuestRegionMmap<RegionState> {
     let mapping = if far {
         let file: OwnedFd = rustix::fs::memfd_create("far", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&file, len as u64).unwrap();
-        // If fstatfs(2) fails, the walker treats the region as a mapped file.
+        // If statx(2) fails, the walker treats the region as a mapped file.
         let closed = file.into_raw_fd();
         // SAFETY: the descriptor is open.
         let file = unsafe { std::fs::File::from_raw_fd(closed) };
         let mapping = MmapRegion::from_file(FileOffset::new(file, 0), len).unwrap();
-        // SAFETY: the only later use of the descriptor is the fstatfs(2) that must fail.
+        // SAFETY: the only later use of the descriptor is the statx(2) that must fail.
         unsafe { libc::close(closed) };
         mapping
     } else {
@@ -34,13 +34,13 @@ fn region(addr: u64, len: usize, far: bool) -> GuestRegionMmap<RegionState> {
     GuestRegionMmap::new(mapping, GuestAddress(addr)).unwrap()
 }
 
-fn memory() -> &'static MemoryAtomic {
-    static MEMORY: OnceLock<MemoryAtomic> = OnceLock::new();
+fn memory() -> &'static Tables {
+    static MEMORY: OnceLock<Tables> = OnceLock::new();
     MEMORY.get_or_init(|| {
         let regions = REGIONS.map(|(addr, len, far)| region(addr, len, far));
         let mem = Memory::from_regions(regions.into()).unwrap();
         assert!(REGIONS.iter().all(|r| is_near(&mem, GuestAddress(r.0), r.1) != r.2));
-        MemoryAtomic::new(mem)
+        Tables::new(mem)
     })
 }
 
@@ -123,16 +123,18 @@ fuzz_target!(|bytes: &[u8]| {
     let (head, shape) = (input.u8(), input.u8());
     let at = [0, 0x1000, 0x3fe0, 0x8000, 0x9fe8, 0xafe0, 0xb000, 0xffff_ffff_ffff_ffe0][usize::from(shape & 7)];
     let len = [1, 2, 4, 8, 16, 64, 256, 1024][usize::from(shape >> 3 & 7)];
-    let mem = memory().memory();
-    let tables = input.0;
+    let mem = memory().all.memory();
     // Drop the part that does not fit.
-    let wrote = mem.write(tables, GuestAddress(at)).unwrap_or(0);
+    let wrote = mem.write(input.0, GuestAddress(at)).unwrap_or(0);
     KEPT.with_borrow_mut(|(work, segments)| {
         let want = model(&mem, at, len, head.into());
-        let (mut loaded, fault) = load(&mem, Table { addr: GuestAddress(at), len }, head.into(), work, segments);
+        let table = Table { addr: GuestAddress(at), len };
+        let mut kept = memory().keep();
+        let (mut loaded, fault) = load(memory(), &mut kept, table, head.into(), work, segments);
         let (readable, writable) = (loaded.work.readable.len() as u64, loaded.work.writable.len() as u64);
         let got = Found { readable, writable, segments: segments.len(), fault: fault.err() };
         assert_eq!(got, want);
+        let mut uses_file = false;
         for list in [&mut loaded.work.readable, &mut loaded.work.writable] {
             let range = list.range(0..usize::MAX);
             assert!(range.as_slice().len() <= 2 * 1024 * REGIONS.len());
@@ -145,9 +147,11 @@ fuzz_target!(|bytes: &[u8]| {
                     let within = |r: &&(u64, usize, bool)| (base(r)..base(r) + r.1).contains(&covered);
                     let r = REGIONS.iter().find(within).expect("a slice outside memory");
                     covered = end.min(base(r) + r.1);
+                    uses_file |= r.2;
                 }
             }
         }
+        assert_eq!(loaded.kept.files.len(), usize::from(uses_file));
         let refused = loaded.refuse(Errno::IO);
         assert!(refused == 0 || refused <= 16);
         drop(loaded);
@@ -157,7 +161,7 @@ fuzz_target!(|bytes: &[u8]| {
             Ok(n) => assert_eq!(n as u64, want.writable.min(64).min(segments.iter().map(|s| u64::from(s.len)).sum())),
             Err(_) => assert!(!near),
         }
-        mark_dirty(&mem, segments, 64);
+        mark_dirty(&kept, segments, 64);
     });
     // Restore memory for the next input.
     let zeros = [0; 4096];

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
-use thruway::device::doors::{Memory, MemoryAtomic, RegionState, Role, Service, Vring, Workers};
+use thruway::device::doors::{Memory, RegionState, Role, Service, Tables, Vring, Workers};
 use thruway::device::{Handler, Notifier, Urings};
 use thruway::fuse::notify::{FsEvent, Notification, Sink};
 use thruway::fuse::ops::Wait;
@@ -78,10 +78,10 @@ impl Kept {
     fn new() -> Self {
         // Two adjacent regions. The rings are in the first one.
         let region = |addr| GuestRegionMmap::new(MmapRegion::<RegionState>::new(0x2000).unwrap(), GuestAddress(addr));
-        let mem = MemoryAtomic::new(Memory::from_regions(vec![region(0).unwrap(), region(0x2000).unwrap()]).unwrap());
+        let mem = Tables::new(Memory::from_regions(vec![region(0).unwrap(), region(0x2000).unwrap()]).unwrap());
         let (jobs, work) = sync_channel::<(Vec<Write>, Arc<Any>)>(1);
         let (tell, done) = sync_channel(1);
-        let theirs = mem.clone();
+        let theirs = mem.all.clone();
         std::thread::spawn(move || {
             for (writes, handler) in work {
                 let mem = theirs.memory();
@@ -98,8 +98,12 @@ impl Kept {
             }
         });
         let workers = Workers {
-            service: Arc::new(Service { handler: Arc::default(), pools: Arc::default(), waiting: Arc::default() }),
-            mem,
+            service: Arc::new(Service {
+                handler: Arc::default(),
+                mem,
+                pools: Arc::default(),
+                waiting: Arc::default(),
+            }),
             closing: AtomicBool::new(false),
             logging: AtomicBool::new(true),
             urings: Arc::new(Urings::none()),
@@ -158,7 +162,7 @@ fn writes(input: &mut Input, most: u8) -> Vec<Write> {
 fuzz_target!(|bytes: &[u8]| {
     let mut input = Input(bytes);
     KEPT.with_borrow_mut(|kept| {
-        let mem = kept.workers.mem.memory();
+        let mem = kept.workers.service.mem.all.memory();
         mem.write_slice(&[0; LEN as usize], GuestAddress(0)).unwrap();
         let (how, offered) = (input.u8(), input.u8());
         // Chains of a request and room for its reply. The input then changes them.
@@ -179,7 +183,7 @@ fuzz_target!(|bytes: &[u8]| {
             let _ = mem.write(&bytes, GuestAddress(at));
         }
         drop(mem);
-        let ring = Vring::new(kept.workers.mem.clone(), 1024).unwrap();
+        let ring = Vring::new(kept.workers.service.mem.all.clone(), 1024).unwrap();
         ring.set_queue_size(SIZE);
         ring.set_queue_event_idx(how & 1 != 0);
         ring.set_queue_info(DESCRIPTORS, AVAILABLE, USED).unwrap();
@@ -190,7 +194,7 @@ fuzz_target!(|bytes: &[u8]| {
         notifier.set_open(notifies);
         if notifies {
             // Most chains begin with a readable buffer. This makes the first ones writable.
-            let mem = kept.workers.mem.memory();
+            let mem = kept.workers.service.mem.all.memory();
             for n in 0..u64::from(how >> 6) * 2 {
                 mem.write_obj(2u16, GuestAddress(DESCRIPTORS + 32 * n + 12)).unwrap();
             }

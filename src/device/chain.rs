@@ -1,13 +1,18 @@
 //! Descriptor chains (VIRTIO 1.3, section 2.7.5): from guest memory to slices. The guest wrote them and is not trusted.
 //! Each descriptor is read once, its bounds are checked, and the walk ends whatever the links say.
 
+use std::sync::Arc;
+
 use rustix::io::Errno;
 use virtio_queue::desc::split::Descriptor;
 use vm_memory::bitmap::Bitmap;
-use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryError, GuestMemoryRegion};
+use vm_memory::{
+    Address, Bytes, GuestAddress, GuestAddressSpace, GuestMemoryBackend, GuestMemoryError, GuestMemoryLoadGuard,
+    GuestMemoryRegion, MemoryRegionAddress,
+};
 use zerocopy::IntoBytes;
 
-use super::region::{LoadedMemory, Memory, is_mapped_file};
+use super::region::{Kept, Memory, Region, Tables, again, is_mapped_file};
 use crate::fuse::Work;
 use crate::fuse::abi::{InHeader, OutHeader};
 use crate::fuse::buf::IoVecs;
@@ -48,7 +53,7 @@ impl Used {
 /// A [`Work`] with the slices of a chain, while the memory under them is sure to stay mapped.
 pub struct Loaded<'a> {
     pub work: &'a mut Work,
-    _mem: &'a LoadedMemory,
+    pub kept: &'a Kept,
 }
 
 impl Drop for Loaded<'_> {
@@ -77,21 +82,49 @@ impl Loaded<'_> {
 ///
 /// The second result is the errno of a chain that must be refused: EFAULT if a descriptor or its buffer is not in guest
 /// memory, EINVAL if the chain breaks the rules. `work` has the slices before the fault, and the room for an answer.
+/// `kept` has the mapped files among its buffers then, and no others.
 pub fn load<'a>(
-    mem: &'a LoadedMemory,
+    mem: &Tables,
+    kept: &'a mut Kept,
     table: Table,
     head: u16,
     work: &'a mut Work,
     segments: &mut Vec<Segment>,
 ) -> (Loaded<'a>, Result<()>) {
     segments.clear();
-    let loaded = Loaded { work, _mem: mem };
-    let mut walk = Walk::new(mem, table, head);
-    let fault = gather(&mut walk, mem, loaded.work, segments);
-    (loaded, fault)
+    kept.files.clear();
+    let mut buffers = Buffers { near: &kept.near, files: &mut kept.files, mem, all: None };
+    let fault = gather(&mut Walk::new(&kept.near, table, head), &mut buffers, work, segments);
+    (Loaded { work, kept }, fault)
 }
 
-fn gather(walk: &mut Walk, mem: &Memory, work: &mut Work, segments: &mut Vec<Segment>) -> Result<()> {
+/// Where a chain's buffers may be. Keeps each mapped file in which one is.
+struct Buffers<'a> {
+    near: &'a Memory,
+    files: &'a mut Vec<Arc<Region>>,
+    mem: &'a Tables,
+    /// The frontend's table, once it was needed.
+    all: Option<GuestMemoryLoadGuard<Memory>>,
+}
+
+impl Find for &mut Buffers<'_> {
+    fn find(&mut self, addr: GuestAddress) -> Option<(&Region, MemoryRegionAddress)> {
+        if let Some(found) = self.near.to_region_addr(addr) {
+            return Some(found);
+        }
+        let (region, at) = self.all.get_or_insert_with(|| self.mem.all.memory()).to_region_addr(addr)?;
+        let file = match self.files.binary_search_by_key(&region.start_addr(), |file| file.start_addr()) {
+            Ok(file) => file,
+            Err(file) => {
+                self.files.insert(file, Arc::new(again(region)?));
+                file
+            }
+        };
+        Some((self.files.get(file)?, at))
+    }
+}
+
+fn gather(walk: &mut Walk, mem: &mut Buffers, work: &mut Work, segments: &mut Vec<Segment>) -> Result<()> {
     let mut fault = Ok(());
     while let Some(desc) = walk.next().map_err(|errno| fault.err().unwrap_or(errno))? {
         let (addr, len) = (desc.addr(), desc.len());
@@ -110,30 +143,48 @@ fn gather(walk: &mut Walk, mem: &Memory, work: &mut Work, segments: &mut Vec<Seg
     fault
 }
 
-fn push(mem: &Memory, addr: GuestAddress, len: u32, to: &mut IoVecs) -> Result<()> {
+fn push(mem: &mut Buffers, addr: GuestAddress, len: u32, to: &mut IoVecs) -> Result<()> {
     each_slice(mem, addr, len as usize, |region, offset, len| {
-        let base = region.get_host_address(vm_memory::MemoryRegionAddress(offset)).map_err(|_| Errno::FAULT)?;
+        let base = region.get_host_address(MemoryRegionAddress(offset)).map_err(|_| Errno::FAULT)?;
         let near = !is_mapped_file(region);
-        // SAFETY: `each_slice` keeps the range within the region, which `mem` keeps mapped. `Loaded` borrows `mem` and
-        // empties the list before that borrow ends. A mapped file may have been cut, so its region is not `near`.
+        // SAFETY: `each_slice` keeps the range within the region, which `Kept` keeps mapped. `Loaded` borrows that and
+        // empties the list before the borrow ends. A mapped file may have been cut, so its region is not `near`.
         unsafe { to.push(base, len, near) };
         Ok(())
     })
 }
 
-type Region = <Memory as GuestMemoryBackend>::R;
+/// Memory of the guest.
+trait Find {
+    /// The region that has an address, and where in it that is.
+    fn find(&mut self, addr: GuestAddress) -> Option<(&Region, MemoryRegionAddress)>;
+}
+
+impl Find for &Memory {
+    fn find(&mut self, addr: GuestAddress) -> Option<(&Region, MemoryRegionAddress)> {
+        self.to_region_addr(addr)
+    }
+}
+
+impl Find for &Kept {
+    fn find(&mut self, addr: GuestAddress) -> Option<(&Region, MemoryRegionAddress)> {
+        let of_file = |file: &'_ Arc<Region>| file.to_region_addr(addr);
+        let file = || self.files.iter().find_map(|file| Some((&**file, of_file(file)?)));
+        self.near.to_region_addr(addr).or_else(file)
+    }
+}
 
 /// Calls `each` for each region that a range of guest memory touches: with the region, and the part's offset and length
 /// in it.
 fn each_slice(
-    mem: &Memory,
+    mut mem: impl Find,
     addr: GuestAddress,
     len: usize,
     mut each: impl FnMut(&Region, u64, usize) -> Result<()>,
 ) -> Result<()> {
     let (mut addr, mut left) = (addr, len);
     while left > 0 {
-        let (region, at) = mem.to_region_addr(addr).ok_or(Errno::FAULT)?;
+        let (region, at) = mem.find(addr).ok_or(Errno::FAULT)?;
         let room = usize::try_from(region.len() - at.raw_value()).unwrap_or(usize::MAX);
         let n = room.min(left);
         each(region, at.raw_value(), n)?;
@@ -178,7 +229,7 @@ fn near(region: &Region, _offset: u64, _len: usize) -> Result<()> {
 }
 
 /// Marks the first `len` bytes of the writable ranges as written in the frontend's log of dirty pages.
-pub fn mark_dirty(mem: &Memory, segments: &[Segment], mut len: usize) {
+pub fn mark_dirty(mem: &Kept, segments: &[Segment], mut len: usize) {
     for segment in segments {
         let n = len.min(segment.len as usize);
         // A range that has left guest memory needs no log.

@@ -39,7 +39,6 @@ use vhost::vhost_user::{Backend, Error as VhostError, Listener};
 use vhost_user_backend::{Error as BackendError, VhostUserBackend, VhostUserDaemon};
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
-use vm_memory::GuestMemoryAtomic;
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -51,7 +50,7 @@ use monitor::Connection;
 use origin::Service;
 use pool::Pools;
 use queue::{Role, Workers};
-use region::{GuestMemory, Memory, RegionState};
+use region::{GuestMemory, Memory, RegionState, Tables};
 use ring::Vring;
 use shmem::Channel;
 use state::Transfer;
@@ -63,7 +62,7 @@ pub mod doors {
     pub use super::origin::Service;
     pub use super::pool::Pools;
     pub use super::queue::{Role, Workers};
-    pub use super::region::{GuestMemory as MemoryAtomic, Memory, RegionState};
+    pub use super::region::{Memory, RegionState, Tables};
     pub use super::ring::Vring;
 }
 
@@ -193,8 +192,12 @@ impl<H: Handler> Device<H> {
         pools: &Arc<Pools>,
     ) -> Result<Arc<Self>, Error> {
         let workers = Workers {
-            service: Arc::new(Service { handler, pools: pools.clone(), waiting: waiting.clone() }),
-            mem: GuestMemoryAtomic::new(Memory::new()),
+            service: Arc::new(Service {
+                handler,
+                mem: Tables::new(Memory::new()),
+                pools: pools.clone(),
+                waiting: waiting.clone(),
+            }),
             closing: AtomicBool::new(false),
             logging: AtomicBool::new(false),
             urings: options.urings.clone(),
@@ -230,7 +233,7 @@ impl<H: Handler> Device<H> {
     }
 
     fn serve(self: &Arc<Self>, listener: &mut Listener) -> Result<(), Error> {
-        let mem = self.workers.mem.clone();
+        let mem = self.workers.service.mem.all.clone();
         let mut daemon =
             VhostUserDaemon::new("thruway-vhost".into(), self.clone(), mem).map_err(|e| Error::Setup(e.to_string()))?;
         // vhost-user-backend's own exit event is never closed.
@@ -384,6 +387,7 @@ impl<H: Handler> VhostUserBackend for Device<H> {
     }
 
     fn update_memory(&self, _mem: GuestMemory) -> io::Result<()> {
+        self.workers.service.mem.follow();
         if let Some(window) = &self.window {
             window.committed();
         }
@@ -397,7 +401,7 @@ impl<H: Handler> VhostUserBackend for Device<H> {
 
     fn set_backend_req_fd(&self, backend: Backend) {
         if let Some(window) = &self.window {
-            let (rings, mem) = (self.rings.clone(), self.workers.mem.clone());
+            let (rings, mem) = (self.rings.clone(), self.workers.service.mem.all.clone());
             window.connect(Arc::new(Channel { backend: backend.clone(), rings, mem }));
         }
         *self.channel.lock() = Some(backend);

@@ -10,7 +10,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
-use vm_memory::GuestAddressSpace;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::chain::{self, Used};
@@ -327,30 +326,31 @@ impl<H: Handler> Workers<H> {
         let mut worker = ring.worker();
         let scratch = self.scratch(&mut worker, QUEUE);
         loop {
-            let mem = self.mem.memory();
+            let mut kept = self.service.mem.keep();
             let most = notifier.len().min(BATCH);
             if most == 0 {
-                return ring.flush(&mem, &mut scratch.used);
+                return ring.flush(&kept.near, &mut scratch.used);
             }
-            let table = ring.exchange(QUEUE, &mem, &mut scratch.used, &mut scratch.heads, most, true);
+            let table = ring.exchange(QUEUE, &kept.near, &mut scratch.used, &mut scratch.heads, most, true);
             if scratch.heads.is_empty() {
                 // The driver notifies the device of its next buffer.
                 return;
             }
             for head in scratch.heads.drain(..) {
-                let (loaded, fault) = chain::load(&mem, table, head, &mut scratch.work, &mut scratch.segments);
+                let (work, segments) = (&mut scratch.work, &mut scratch.segments);
+                let (loaded, fault) = chain::load(&self.service.mem, &mut kept, table, head, work, segments);
                 let room = if fault.is_ok() { loaded.work.writable.len() } else { 0 };
                 let written = notifier.send(&mut scratch.message, |message| {
                     message.len() <= room && loaded.work.writable.write_at(0, message) == message.len()
                 });
                 drop(loaded);
                 if self.logging.load(Ordering::Acquire) {
-                    chain::mark_dirty(&mem, &scratch.segments, written);
+                    chain::mark_dirty(&kept, &scratch.segments, written);
                 }
                 scratch.used.push(Used::new(head, written));
             }
             if self.closing.load(Ordering::Relaxed) {
-                return ring.flush(&mem, &mut scratch.used);
+                return ring.flush(&kept.near, &mut scratch.used);
             }
         }
     }

@@ -12,7 +12,7 @@ use super::crowd::Crowd;
 use super::handler::Handler;
 use super::monitor::Tally;
 use super::pool::{self, Pools};
-use super::region::LoadedMemory;
+use super::region::{Kept, Tables};
 use super::ring::Ring;
 use super::uring::Uring;
 use crate::fuse::buf::IoRange;
@@ -20,9 +20,10 @@ use crate::fuse::ops::{Result, Wait};
 use crate::fuse::{Io, Job, Transport, WayBack, Work};
 use crate::limits::Limit;
 
-/// What serves requests, and the threads for those that wait.
+/// What serves requests, the memory that they are in, and the threads for those that wait.
 pub struct Service<H> {
     pub handler: Arc<H>,
+    pub mem: Tables,
     pub pools: Arc<Pools>,
     /// The number of requests that may wait without end, over all connections.
     pub waiting: Arc<AtomicUsize>,
@@ -34,7 +35,7 @@ pub struct Origin<'a, H> {
     pub ring: &'a Arc<Ring>,
     pub head: u16,
     pub segments: &'a [Segment],
-    pub mem: &'a LoadedMemory,
+    pub kept: &'a Kept,
     pub uring: Option<&'a Mutex<Uring>>,
     /// The worker's. `None` on a thread that may wait.
     pub crowd: Option<&'a mut Crowd>,
@@ -70,17 +71,17 @@ impl<H: Handler> Origin<'_, H> {
         self.tally.inspect(|tally| tally.handed_over());
         let (service, head, busy) = (self.service.clone(), self.head, self.ring.occupy());
         self.work(Box::new(move || {
-            let (mem, table) = busy.table();
+            let (mut kept, table) = (service.mem.keep(), busy.table());
             let (mut work, mut segments) = (Work::default(), Vec::new());
             work.since = since;
-            let (mut loaded, fault) = chain::load(&mem, table, head, &mut work, &mut segments);
+            let (mut loaded, fault) = chain::load(&service.mem, &mut kept, table, head, &mut work, &mut segments);
             let ring = busy.ring();
             let mut origin = Origin {
                 service: &service,
                 ring,
                 head,
                 segments: &segments,
-                mem: &mem,
+                kept: loaded.kept,
                 uring: None,
                 crowd: None,
                 tally: None,
@@ -89,8 +90,8 @@ impl<H: Handler> Origin<'_, H> {
             let written = origin.serve(&mut loaded, fault);
             drop(loaded);
             if let Some(written) = written {
-                chain::mark_dirty(&mem, &segments, written);
-                busy.give_back(&mem, Used::new(head, written));
+                chain::mark_dirty(&kept, &segments, written);
+                busy.give_back(&kept.near, Used::new(head, written));
             }
         }));
     }
@@ -113,7 +114,7 @@ impl<H: Handler> Transport for Origin<'_, H> {
         self.left = true;
         let since = io.meter.since();
         let begin =
-            |uring: &Mutex<Uring>| uring.lock().begin(io, data.as_slice(), self.head, self.segments, self.mem.clone());
+            |uring: &Mutex<Uring>| uring.lock().begin(io, data.as_slice(), self.head, self.segments, self.kept.clone());
         match self.uring.is_some_and(begin) {
             true => drop(self.tally.inspect(|tally| tally.submitted())),
             false => self.hand_over(since),

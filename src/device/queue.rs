@@ -5,15 +5,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use vm_memory::GuestAddressSpace;
-
 use super::chain::{self, Table, Used};
 use super::crowd::HOLDS_UP;
 use super::handler::Handler;
 use super::monitor::{Monitor, Tally};
 use super::notify::{self, Notifier};
 use super::origin::{Origin, Service};
-use super::region::{GuestMemory, LoadedMemory};
+use super::region::Kept;
 use super::ring::Ring;
 use super::scratch::{BATCH, Scratch};
 use super::uring::Urings;
@@ -25,7 +23,6 @@ const GATHER: Duration = Duration::from_millis(1);
 /// What the workers of one connection share.
 pub struct Workers<H> {
     pub service: Arc<Service<H>>,
-    pub mem: GuestMemory,
     /// The connection is over.
     pub closing: AtomicBool,
     /// The frontend logs dirty pages (VHOST_F_LOG_ALL).
@@ -74,14 +71,14 @@ impl<H: Handler> Workers<H> {
         }
         loop {
             scratch.reap();
-            let mem = self.mem.memory();
+            let mut kept = self.service.mem.keep();
             if self.monitor.is_held() {
                 // The end of the hold wakes the worker.
-                ring.flush(&mem, &mut scratch.used);
+                ring.flush(&kept.near, &mut scratch.used);
                 return scratch.poll.rest();
             }
             let rest = scratch.poll.is_over();
-            let table = ring.exchange(index, &mem, &mut scratch.used, &mut scratch.heads, BATCH, rest);
+            let table = ring.exchange(index, &kept.near, &mut scratch.used, &mut scratch.heads, BATCH, rest);
             if scratch.heads.is_empty() {
                 if rest {
                     tally.slept();
@@ -93,9 +90,9 @@ impl<H: Handler> Workers<H> {
             if scratch.poll.found() {
                 tally.found();
             }
-            self.serve_batch(ring, &mem, table, scratch, tally);
+            self.serve_batch(ring, &mut kept, table, scratch, tally);
             if self.closing.load(Ordering::Relaxed) {
-                return ring.flush(&mem, &mut scratch.used);
+                return ring.flush(&kept.near, &mut scratch.used);
             }
         }
     }
@@ -105,13 +102,13 @@ impl<H: Handler> Workers<H> {
         worker.get_or_insert_with(|| Box::new(Scratch::new(self.urings.of(index).cloned())))
     }
 
-    fn serve_batch(&self, ring: &Arc<Ring>, mem: &LoadedMemory, table: Table, scratch: &mut Scratch, tally: &Tally) {
+    fn serve_batch(&self, ring: &Arc<Ring>, kept: &mut Kept, table: Table, scratch: &mut Scratch, tally: &Tally) {
         let Scratch { work, segments, heads, used, uring, crowd, .. } = scratch;
         let (service, uring) = (&self.service, uring.as_deref());
         let mut moved = 0;
         let mut heads = heads.drain(..);
         while let Some(head) = heads.next() {
-            let (mut loaded, fault) = chain::load(mem, table, head, work, segments);
+            let (mut loaded, fault) = chain::load(&service.mem, kept, table, head, work, segments);
             let sent = loaded.work.readable.len();
             moved += sent;
             let mut origin = Origin {
@@ -119,7 +116,7 @@ impl<H: Handler> Workers<H> {
                 ring,
                 head,
                 segments,
-                mem,
+                kept: loaded.kept,
                 uring,
                 crowd: Some(crowd),
                 tally: Some(tally),
@@ -132,14 +129,14 @@ impl<H: Handler> Workers<H> {
                 continue;
             };
             // Without io_uring nothing leaves.
-            crowd.served(sent + written, || uring.is_some() && (heads.len() > 0 || ring.has_more(mem)));
+            crowd.served(sent + written, || uring.is_some() && (heads.len() > 0 || ring.has_more(&kept.near)));
             if self.logging.load(Ordering::Acquire) {
-                chain::mark_dirty(mem, segments, written);
+                chain::mark_dirty(kept, segments, written);
             }
             moved += written;
             used.push(Used::new(head, written));
             if moved >= HOLDS_UP {
-                ring.flush(mem, used);
+                ring.flush(&kept.near, used);
                 moved = 0;
             }
         }

@@ -1,5 +1,8 @@
-//! What the device knows of each region of guest memory: the frontend's log of the pages that the device writes
-//! (vhost-user, "Migration"), and whether the region is a mapped file.
+//! The guest's memory, and what the device knows of each region of it: the frontend's log of the pages that the device
+//! writes (vhost-user, "Migration"), and whether the region is a mapped file.
+//!
+//! A mapped file stays mapped for as long as somebody has a table with it, and a host process that truncates the file
+//! waits for that. So requests, which may take long, have a table without mapped files, and the files that they use.
 //!
 //! vhost-user-backend has a type for the log, but each access to guest memory through it takes a lock and counts a
 //! reference that all queues share. Here an access reads one flag as long as there is no log.
@@ -9,15 +12,20 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::RwLock;
-use rustix::fs::fstatfs;
 use vhost_user_backend::bitmap::{AtomicBitmapMmap, BitmapReplace, MemRegionBitmap, MmapLogReg};
 use vm_memory::bitmap::{Bitmap, NewBitmap, RefSlice, WithBitmapSlice};
 use vm_memory::{
-    Address, GuestMemoryAtomic, GuestMemoryLoadGuard, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap, MmapRegion,
+    Address, GuestAddressSpace, GuestMemoryAtomic, GuestMemoryBackend, GuestMemoryLoadGuard, GuestMemoryMmap,
+    GuestMemoryRegion, GuestRegionMmap, MmapRegion,
 };
+
+use crate::window::proxy::is_proxy_file;
 
 /// Size in bytes of the pages that the log counts in (VHOST_LOG_PAGE, include/uapi/linux/vhost_types.h).
 const PAGE: usize = 4096;
+
+/// A region of guest memory.
+pub type Region = GuestRegionMmap<RegionState>;
 
 /// One memory table of the guest.
 pub type Memory = GuestMemoryMmap<RegionState>;
@@ -25,8 +33,51 @@ pub type Memory = GuestMemoryMmap<RegionState>;
 /// The guest's memory, whose table the frontend may replace.
 pub type GuestMemory = GuestMemoryAtomic<Memory>;
 
-/// A memory table that stays mapped.
-pub type LoadedMemory = GuestMemoryLoadGuard<Memory>;
+/// The tables of the guest's memory.
+#[derive(Clone)]
+pub struct Tables {
+    /// The frontend's. Whoever may wait must not keep it.
+    pub all: GuestMemory,
+    /// Without mapped files.
+    near: GuestMemory,
+}
+
+impl Tables {
+    /// Of this memory.
+    pub fn new(all: Memory) -> Self {
+        let tables = Self { all: GuestMemory::new(all), near: GuestMemory::new(Memory::new()) };
+        tables.follow();
+        tables
+    }
+
+    /// The frontend has replaced its table.
+    pub fn follow(&self) {
+        let all = self.all.memory();
+        let near = all.iter().filter(|region| !is_mapped_file(region)).filter_map(again).collect();
+        // It fails if there is no region.
+        let near = Memory::from_regions(near).unwrap_or_default();
+        let lock = self.near.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        lock.replace(near);
+    }
+
+    /// Keeps what is not a mapped file.
+    pub fn keep(&self) -> Kept {
+        Kept { near: self.near.memory(), files: Vec::new() }
+    }
+}
+
+/// A region once more. It stays mapped as long as any of them.
+pub fn again(region: &Region) -> Option<Region> {
+    Region::with_arc(region.get_mmap(), region.start_addr())
+}
+
+/// Memory that stays mapped: all that is not a mapped file, and the files that one request uses.
+#[derive(Clone)]
+pub struct Kept {
+    pub near: GuestMemoryLoadGuard<Memory>,
+    /// In the order of their addresses.
+    pub files: Vec<Arc<Region>>,
+}
 
 /// The state of one memory region. vm-memory keeps it where a region has its dirty bitmap.
 #[derive(Clone, Debug, Default)]
@@ -39,18 +90,13 @@ struct State {
     mapped_file: OnceLock<bool>,
 }
 
-/// f_type of a FUSE mount (FUSE_SUPER_MAGIC of include/uapi/linux/magic.h).
-const FUSE: i64 = 0x6573_5546;
-
 /// Whether the region is a file that the window has mapped. Pages beyond the end of such a file cannot be touched, only
 /// passed to the kernel. The region may hold the data of a READ or WRITE, but no ring and no message.
-pub fn is_mapped_file(region: &GuestRegionMmap<RegionState>) -> bool {
+pub fn is_mapped_file(region: &Region) -> bool {
     // The region's own bitmap() gives a slice.
     let mapping: &MmapRegion<RegionState> = region;
-    *mapping.bitmap().0.mapped_file.get_or_init(|| {
-        // The proxy does not answer fstatfs(2).
-        mapping.file_offset().is_some_and(|file| fstatfs(file.file()).map_or(true, |st| st.f_type == FUSE))
-    })
+    let is_proxy = || mapping.file_offset().is_some_and(|file| is_proxy_file(file.file()).unwrap_or(true));
+    *mapping.bitmap().0.mapped_file.get_or_init(is_proxy)
 }
 
 /// The bits of a region's pages in the log.

@@ -16,7 +16,7 @@ use vm_memory::{GuestAddress, GuestAddressSpace};
 use super::chain::{self, Segment, Table, Used};
 use super::late::Late;
 use super::notify::Notifier;
-use super::region::{GuestMemory, LoadedMemory, Memory};
+use super::region::{GuestMemory, Memory};
 use super::scratch::Scratch;
 use crate::limits;
 
@@ -26,6 +26,7 @@ pub struct Vring(pub Arc<Ring>);
 
 /// The state of a virtqueue. The order of its locks: `worker`, `late`, `vring`, `heads`.
 pub struct Ring {
+    /// The frontend's table. It is kept only while something is written that is there already.
     mem: GuestMemory,
     vring: VringMutex<GuestMemory>,
     /// Changed with `vring` locked.
@@ -256,7 +257,8 @@ impl Ring {
         self.stopping.store(true, Ordering::Relaxed);
         let mut worker = self.worker.lock();
         if let Some(scratch) = &mut *worker {
-            self.flush(&self.mem.memory(), scratch.finish());
+            let used = scratch.finish();
+            self.flush(&self.mem.memory(), used);
         }
         let mut busy = self.busy.lock();
         while *busy > 0 {
@@ -349,9 +351,9 @@ impl Busy {
         &self.0
     }
 
-    /// The guest's memory and the queue's descriptor table.
-    pub fn table(&self) -> (LoadedMemory, Table) {
-        (self.0.mem.memory(), table(&self.0.vring.get_ref()))
+    /// The queue's descriptor table.
+    pub fn table(&self) -> Table {
+        table(&self.0.vring.get_ref())
     }
 
     /// Gives the chain back.

@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::chain::{self, Segment, Used};
-use super::region::LoadedMemory;
+use super::region::Kept;
 use crate::fuse::Io;
 use crate::fuse::buf::IOV_MAX;
 use crate::limits::URING_REQUESTS;
@@ -85,10 +85,10 @@ struct UnderWay {
     _iovecs: Vec<iovec>,
     io: Io,
     /// Keeps what the iovecs point to mapped.
-    mem: LoadedMemory,
+    kept: Kept,
 }
 
-// SAFETY: the iovecs point into guest memory, which `mem` keeps mapped, whatever the thread.
+// SAFETY: the iovecs point into guest memory, which `kept` keeps mapped, whatever the thread.
 unsafe impl Send for UnderWay {}
 
 impl Uring {
@@ -118,7 +118,7 @@ impl Uring {
     }
 
     /// Begins I/O with `data`, which is part of a chain's slices. False if it cannot begin, or enough is under way.
-    pub fn begin(&mut self, io: Io, data: &[iovec], head: u16, segments: &[Segment], mem: LoadedMemory) -> bool {
+    pub fn begin(&mut self, io: Io, data: &[iovec], head: u16, segments: &[Segment], kept: Kept) -> bool {
         if data.is_empty() || data.len() > IOV_MAX || self.under_way.len() >= URING_REQUESTS {
             return false;
         }
@@ -136,7 +136,7 @@ impl Uring {
         if pushed.is_err() {
             return false;
         }
-        self.under_way.insert(self.next, UnderWay { head, segments: segments.to_vec(), _iovecs: iovecs, io, mem });
+        self.under_way.insert(self.next, UnderWay { head, segments: segments.to_vec(), _iovecs: iovecs, io, kept });
         self.next += 1;
         // If this fails, a later call submits it, at the latest the one in `finish`.
         let _ = self.ring.submit();
@@ -171,9 +171,9 @@ impl UnderWay {
     /// Writes the reply without the data, which is there. `result`: bytes, or a negative errno.
     fn answer(self, result: i32) -> Used {
         let (head, len) = self.io.reply(result);
-        let written = chain::write(&self.mem, &self.segments, &head);
+        let written = chain::write(&self.kept.near, &self.segments, &head);
         let len = if written.is_ok() { len } else { 0 };
-        chain::mark_dirty(&self.mem, &self.segments, len as usize);
+        chain::mark_dirty(&self.kept, &self.segments, len as usize);
         Used { head: self.head, len }
     }
 }

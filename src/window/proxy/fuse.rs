@@ -13,7 +13,7 @@ use crate::fuse::abi::*;
 
 /// The size of each proxy file. No mapping of a real file ends beyond it, since offsets are below 2^63 and files that
 /// long do not exist, and sums with it do not overflow.
-const SIZE: u64 = 1 << 62;
+pub const SIZE: u64 = 1 << 62;
 
 /// Most bytes of a WRITE or READ: 256 pages (FUSE_MAX_MAX_PAGES), the most that the kernel takes without privileges.
 const MAX_IO: usize = 1 << 20;

@@ -23,6 +23,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use rustix::fs::{AtFlags, StatxFlags, statx};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, recv};
 use rustix::process::Pid;
@@ -110,6 +111,16 @@ pub const DEADLINE: Duration = Duration::from_secs(2);
 /// [`sandbox::Error`] if anything that proxy files need is missing.
 pub fn start(guard: GuardMode, deadline: Duration, action: seccomp::Action) -> Result<Proxy, sandbox::Error> {
     process::start(guard, deadline, action)
+}
+
+/// Whether this is a proxy file, of this daemon or of another one. Waits for nobody: the kernel knows the size.
+///
+/// # Errors
+/// Those of statx(2).
+pub fn is_proxy_file(file: impl AsFd) -> io::Result<bool> {
+    let st = statx(file, "", AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC, StatxFlags::SIZE)?;
+    // No other file that a frontend maps is as long.
+    Ok(st.stx_size >= fuse::SIZE)
 }
 
 impl Proxy {
