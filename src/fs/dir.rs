@@ -9,6 +9,7 @@ use zerocopy::FromBytes;
 
 use super::fd::stat;
 use super::handle::DirState;
+use super::name::Purpose;
 use super::{CachePolicy, PassthroughFs, sys};
 use crate::fuse::abi::*;
 use crate::fuse::ops::{DirSink, Dirs, Result};
@@ -218,7 +219,7 @@ impl Dirs for PassthroughFs {
             // whose times would have to be waited for: the guest then asks for it alone.
             let entry = match name.to_bytes() {
                 b"." | b".." => EntryOut::default(),
-                _ => self.enter(&parent, dir, name, true, false).unwrap_or_default(),
+                _ => self.enter(&parent, dir, name, Purpose::Listing).unwrap_or_default(),
             };
             sink.push(dirent, name.to_bytes(), Some(&entry));
             Ok(true)

@@ -19,6 +19,7 @@ use super::handle::Handle;
 use super::host::HostFs;
 use super::inode::{Inode, Spare};
 use super::lease::Found;
+use super::name::Purpose;
 use super::opens::{Opened, Use};
 use super::{CachePolicy, PassthroughFs, cred, sys};
 use crate::fuse::Reply;
@@ -413,7 +414,7 @@ impl Files for PassthroughFs {
             }),
             Err(Errno::EXIST) if create.flags & libc::O_EXCL as u32 == 0 => {
                 self.settle_times_at(parent, name)?;
-                let entry = self.within(parent, name, |parent, dir| self.enter(parent, dir, name, false, true))?;
+                let entry = self.within(parent, name, |parent, dir| self.enter(parent, dir, name, Purpose::Settled))?;
                 let opened = self.open_found(entry, create, reply);
                 opened.inspect_err(|_| self.unlearn(entry.nodeid, 1))
             }

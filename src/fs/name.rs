@@ -26,6 +26,17 @@ const PATH_MAX: usize = 4096;
 /// The flags of renameat2(2) that Linux sends.
 const RENAMES: RenameFlags = RenameFlags::NOREPLACE.union(RenameFlags::EXCHANGE).union(RenameFlags::WHITEOUT);
 
+/// What an entry is for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Purpose {
+    /// A listing: the file is not opened, and nobody waits for its [times](Mappings::owes_times).
+    Listing,
+    /// One file. Nobody waits for its times.
+    File,
+    /// One file that has its times. A new one has them, too.
+    Settled,
+}
+
 impl PassthroughFs {
     /// Runs `f` with the directory `parent`, after it has checked `name`.
     ///
@@ -48,17 +59,16 @@ impl PassthroughFs {
         parent.with_fd(&self.places, |dir| f(&parent, dir))
     }
 
-    /// The entry `name`, with one more reference for the guest. With `lazy`, the file is not opened.
+    /// The entry `name`, with one more reference for the guest.
     ///
     /// # Errors
-    /// EAGAIN if the file has yet to get its [times](Mappings::owes_times), unless the caller has `settled` them.
+    /// EAGAIN if the file has yet to get its times.
     pub(super) fn enter(
         &self,
         parent: &Arc<Inode>,
         dir: BorrowedFd,
         name: &CStr,
-        lazy: bool,
-        settled: bool,
+        purpose: Purpose,
     ) -> Result<EntryOut> {
         let sight = self.sight(parent, dir);
         let found = Found { parent, dir, name };
@@ -66,7 +76,7 @@ impl PassthroughFs {
         let st = stat(dir, name)?;
         at(Point::AfterStat);
         if let Some(inode) = self.inodes.known(&st) {
-            if !settled && self.owes_times(inode.id) {
+            if purpose != Purpose::Settled && self.owes_times(inode.id) {
                 self.unlearn(inode.id, 1);
                 return Err(Errno::AGAIN);
             }
@@ -74,7 +84,7 @@ impl PassthroughFs {
             return Ok(self.found(sight, found, &inode, st));
         }
         self.inodes.have_room()?;
-        if lazy {
+        if purpose == Purpose::Listing {
             let inode = self.inodes.learn(&st, Place::Name(parent.clone(), name.into()));
             return Ok(self.found(sight, found, &inode, st));
         }
@@ -141,10 +151,10 @@ impl PassthroughFs {
         Ok(())
     }
 
-    fn find(&self, parent: u64, name: &CStr, settled: bool) -> Result<EntryOut> {
+    fn find(&self, parent: u64, name: &CStr, purpose: Purpose) -> Result<EntryOut> {
         self.within(parent, name, |parent, dir| {
             let leased = self.sight(parent, dir).named && self.has(InitFlags::LEASES);
-            match self.enter(parent, dir, name, false, settled) {
+            match self.enter(parent, dir, name, purpose) {
                 Err(Errno::NOENT) if leased || !self.config.negative_timeout.is_zero() => Ok(self.missing(leased)),
                 found => found,
             }
@@ -185,7 +195,7 @@ impl PassthroughFs {
                 let _identity = self.act_as(by)?;
                 make(dir)?;
             }
-            let entry = self.enter(parent, dir, name, false, true)?;
+            let entry = self.enter(parent, dir, name, Purpose::Settled)?;
             if let Some((label, value)) = by.label {
                 if let Err(errno) = self.label(entry.nodeid, label, value) {
                     let directory = entry.attr.mode & libc::S_IFMT == libc::S_IFDIR;
@@ -236,14 +246,14 @@ impl Names for PassthroughFs {
         match self.lookup_now(parent, name) {
             Err(Errno::AGAIN) => {
                 self.settle_times_at(parent, name)?;
-                self.find(parent, name, true)
+                self.find(parent, name, Purpose::Settled)
             }
             found => found,
         }
     }
 
     fn lookup_now(&self, parent: u64, name: &CStr) -> Result<EntryOut> {
-        self.find(parent, name, false)
+        self.find(parent, name, Purpose::File)
     }
 
     fn forget(&self, node: u64, nlookup: u64) {
@@ -320,7 +330,7 @@ impl Names for PassthroughFs {
                 let path = FdPath::new(fd);
                 self.naming(dir, || linkat(CWD, path.as_cstr(), dir, newname, AtFlags::SYMLINK_FOLLOW))
             })?;
-            self.enter(parent, dir, newname, false, true)
+            self.enter(parent, dir, newname, Purpose::Settled)
         })
     }
 }
