@@ -14,7 +14,7 @@ use thruway::fuse::abi::*;
 use thruway::fuse::metrics::LateMeter;
 use thruway::fuse::ops::Wait;
 use thruway::fuse::{Io, Transport, WayBack, Work};
-use thruway::limits::{LOCK_THREADS, QUEUE_BYTES, URING_REQUESTS, WORK_THREADS};
+use thruway::limits::{LOCK_THREADS, Limit, QUEUE_BYTES, URING_REQUESTS, WORK_THREADS};
 use thruway_bench::frontend::{Frontend, Options};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
@@ -355,12 +355,13 @@ fn slow_requests_wait_for_a_thread() {
 #[test]
 fn waiting_locks_take_no_thread_from_syncs() {
     let _alone = alone();
-    let daemon = Daemon::start(Urings::none());
+    let (daemon, refused) = (Daemon::start(Urings::none()), Limit::LockThreads.times());
     for _ in 0..LOCK_THREADS + 44 {
         daemon.submit(LOCK);
     }
     // The ones over the limit are refused.
     (0..44).for_each(|_| assert_eq!(daemon.next_error(), -libc::EAGAIN));
+    assert_eq!(Limit::LockThreads.times(), refused + 44);
     daemon.submit(SLOW);
     until(|| daemon.seen.running.load(Ordering::SeqCst) == 1);
     daemon.seen.gate.open();

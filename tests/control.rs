@@ -212,6 +212,21 @@ fn what_it_shows_is_what_happened() {
 }
 
 #[test]
+fn refusals_are_counted_by_limit() {
+    // The root, `sub` and `file`.
+    let daemon = Daemon::start(&["--max-inodes", "3"]);
+    let reached = |limit: &str| daemon.metric(&format!("thruway_limit_reached_total{{limit=\"{limit}\"}}"));
+    daemon.file();
+    fs::write(daemon.path("share/other"), "").unwrap();
+    // Each of them has a line for the log, which leaves most of these lines out.
+    for _ in 0..1000 {
+        assert_eq!(daemon.lookup(ROOT_ID, b"other\0"), Err(libc::ENFILE));
+    }
+    assert_eq!(reached("inodes"), 1000.0);
+    assert!(reached("log_messages") > 0.0);
+}
+
+#[test]
 fn the_socket_is_the_users_and_one_daemons() {
     let mut daemon = Daemon::start(&["--keep-alive"]);
     let mode = fs::metadata(daemon.path("control")).unwrap().permissions().mode();

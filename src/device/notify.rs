@@ -441,8 +441,10 @@ mod tests {
         // Merged ones take no room.
         n.inval_inode(0, true);
         assert_eq!(n.len(), NOTIFICATIONS + 1);
+        let reached = Limit::Notifications.times();
         n.inval_entry(1, b"one too many");
         assert_eq!(n.len(), 2);
+        assert!(Limit::Notifications.times() > reached);
         n.inval_inode(3, true);
         n.inc_epoch();
         assert_eq!(heard(&n), ["epoch", "event 5 0x2"]);
@@ -488,10 +490,11 @@ mod tests {
 
     #[test]
     fn lost_events_are_said_once() {
-        let n = notifier();
+        let (n, dropped) = (notifier(), Limit::NotifiedEvents.times());
         for _ in 0..NOTIFIED_EVENTS + 10 {
             event(&n, 1);
         }
+        assert!(Limit::NotifiedEvents.times() >= dropped + 10);
         assert_eq!(n.len(), NOTIFIED_EVENTS + 1);
         let heard_all = heard(&n);
         assert_eq!(heard_all.len(), NOTIFIED_EVENTS + 1);

@@ -305,7 +305,9 @@ mod tests {
             let lost = Arc::new(Inode::new(id, identity(&stat(file.as_fd(), c"").unwrap()), 1, Place::Lost));
             w.set(&lost, 1).unwrap();
         }
+        let refused = Limit::WatchedNodes.times();
         assert_eq!(w.set(&inode(0, &file), 1), Err(Errno::NOSPC));
+        assert!(Limit::WatchedNodes.times() > refused);
         w.set(&inode(1, &file), 2).unwrap();
         w.remove(1);
         w.set(&inode(0, &file), 1).unwrap();

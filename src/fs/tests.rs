@@ -777,10 +777,12 @@ fn the_number_of_locks_is_limited() {
         s.fs.setlk(node, 0, &LkIn { fh, owner, lk, ..Default::default() }, false).map(drop)
     };
     let all = i64::MAX as u64;
+    let refused = limits::Limit::Locks.times();
     let count = (0..).find(|n| set(1, 2 * n, 2 * n, libc::F_WRLCK).is_err()).unwrap();
     assert!((limits::LOCKS - 10..limits::LOCKS).contains(&(count as usize)), "{count}");
     assert_eq!(set(1, 2 * count, 2 * count, libc::F_WRLCK), Err(Errno::NOLCK));
     assert_eq!(set(2, 1, 1, libc::F_RDLCK), Err(Errno::NOLCK));
+    assert!(limits::Limit::Locks.times() >= refused + 3);
     set(1, 2 * count - 2, 2 * count - 2, libc::F_UNLCK).unwrap();
     set(2, 1, 1, libc::F_RDLCK).unwrap();
 
@@ -846,8 +848,10 @@ fn few_listings_keep_a_buffer_and_all_are_complete() {
         (list.entries, list.offset)
     };
     let fhs: Vec<u64> = (0..limits::LISTINGS + 100).map(|_| s.fs.opendir(ROOT_ID, 0).unwrap().fh).collect();
+    let refused = limits::Limit::Listings.times();
     let begun: Vec<_> = fhs.iter().map(|fh| list(*fh, 0, 3)).collect();
     assert_eq!(s.fs.listings.kept(), limits::LISTINGS);
+    assert!(limits::Limit::Listings.times() >= refused + 100);
     for (fh, (first, mut offset)) in fhs.iter().zip(begun) {
         let mut seen: Vec<String> = first.into_iter().map(|(name, _)| name).collect();
         loop {

@@ -250,6 +250,7 @@ mod tests {
     fn the_queue_is_bounded_and_what_the_daemon_asks_for_is_kept() {
         let jobs = Jobs::default();
         let (refused, now) = (Arc::new(AtomicUsize::new(0)), Instant::now());
+        let counted = Limit::WindowJobs.times();
         for _ in 0..WINDOW_JOBS + 100 {
             let refused = refused.clone();
             let answer = Box::new(move |done| {
@@ -269,6 +270,7 @@ mod tests {
             }
         }
         assert_eq!(refused.load(Ordering::Relaxed), 100);
+        assert!(Limit::WindowJobs.times() >= counted + 100);
         let mut all = Vec::new();
         while let Some(job) = jobs.next(Some(Duration::ZERO)) {
             all.push(job);
