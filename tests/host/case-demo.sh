@@ -23,11 +23,12 @@ case_demo() {
     "$root/tests/demo" | tee "$work/out"
     [[ -s $share/from-the-guest.txt ]] || fail 'the guest wrote nothing'
 
-    sed -n 's/^  \(.*thruwayd --socket-path .*\)/exec \1/p' "$work/out" >"$work/daemon.sh"
-    sed -n '/^  .*ld-linux/,/-append/p' "$work/out" >"$work/qemu.sh"
+    sed -n '/^  .*thruwayd \\/,/--socket-path/p' "$work/out" | sed '1s/^/exec/' >"$work/daemon.sh"
+    sed -n 's/^  \(bash .*\)/exec \1/p' "$work/out" >"$work/guest.sh"
+    sed 1d /tmp/thruway-demo/guest.sh >"$work/qemu.sh"
     bash "$work/daemon.sh" &
     pid=$!
-    type_into "$work/qemu.sh" "$(sed -n 's/^  \(mount -t virtiofs .*\)/\1/p' "$work/out")" 'echo by-hand >/mnt/by-hand'
+    type_into "$work/guest.sh" "$(sed -n 's/^  \(mount -t virtiofs .*\)/\1/p' "$work/out")" 'echo by-hand >/mnt/by-hand'
     [[ $(cat "$share/by-hand") == by-hand ]] || fail "the printed commands do not work: $(cat "$work/console")"
     wait "$pid" || fail "the daemon ended with status $?"
 
