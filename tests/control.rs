@@ -192,6 +192,9 @@ fn what_it_shows_is_what_happened() {
         assert_eq!(daemon.metric(name), value, "{name}");
     }
     assert!(daemon.metric("thruway_request_seconds_sum{opcode=\"Read\"}") > 0.0);
+    // Those of the process itself, the sockets and the file. Linux before 6.2 does not tell.
+    let (_, text) = daemon.ask("GET", "/metrics", "");
+    assert!(!text.contains("\nthruway_descriptors ") || daemon.metric("thruway_descriptors") > 6.0);
     assert!(daemon.metric("thruway_uptime_seconds") > 0.0 && daemon.metric("thruway_descriptors_limit") > 0.0);
     let (_, text) = daemon.ask("GET", "/metrics", "");
     assert!(text.ends_with("# EOF\n") && Limit::ALL.iter().all(|limit| text.contains(limit.name())));
@@ -224,6 +227,73 @@ fn refusals_are_counted_by_limit() {
     }
     assert_eq!(reached("inodes"), 1000.0);
     assert!(reached("log_messages") > 0.0);
+}
+
+#[test]
+fn limits_and_polls_are_counted() {
+    // For as long as it may, so that a request finds it there even on a busy machine.
+    let daemon = Daemon::start(&["--max-inodes", "2", "--poll-us", "10000"]);
+    let dir = daemon.lookup(ROOT_ID, b"sub\0").unwrap();
+    assert_eq!(daemon.lookup(dir, b"file\0"), Err(libc::ENFILE));
+    assert_eq!(daemon.metric("thruway_limit_reached_total{limit=\"inodes\"}"), 1.0);
+    wait_until("the idle worker sleeps", || daemon.metric("thruway_polls_total{result=\"slept\"}") > 0.0);
+    wait_until("a request comes during a poll", || {
+        assert!((0..100).all(|_| daemon.lookup(ROOT_ID, b"absent\0") == Err(libc::ENOENT)));
+        daemon.metric("thruway_polls_total{result=\"found\"}") > 0.0
+    });
+}
+
+/// The share is an ext4 of its own, with another one mounted in it. Their images show what is on the disk.
+#[test]
+fn a_drain_writes_all_data() {
+    let dir = tempfile::tempdir().unwrap();
+    let script = "cd \"$1\" && shift
+        for name in share below; do
+            truncate -s 16M $name.image && mkfs.ext4 -q $name.image && mkdir -p share/$name || exit 77
+            mount -o loop $name.image $([ $name = share ] && echo share || echo share/below) || exit 77
+            mkdir -p share/below
+        done
+        exec \"$@\"";
+    let daemon = command(dir.path(), "socket");
+    let mut namespace = Command::new("unshare");
+    namespace.args(["--mount", "--propagation=private", "sh", "-c", script, "sh"]).arg(dir.path());
+    namespace.arg(daemon.get_program()).args(daemon.get_args()).env_remove("RUST_LOG");
+    let child = namespace.stdin(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let mut daemon = Daemon { child, guest: None, dir };
+    wait_until("it listens or ends", || daemon.path("socket").exists() || daemon.child.try_wait().unwrap().is_some());
+    if daemon.child.try_wait().unwrap().is_some() {
+        return eprintln!("skipped: no ext4 can be mounted here");
+    }
+    daemon.connect();
+    let below = daemon.lookup(ROOT_ID, b"below\0").unwrap();
+    let mut files = Vec::new();
+    for (parent, data) in [(ROOT_ID, b"in the share's ext4 "), (below, b"in the mounted ext4 ")] {
+        let data = data.repeat(50);
+        let create = CreateIn { flags: libc::O_RDWR as u32, mode: libc::S_IFREG | 0o600, ..Default::default() };
+        let body = [create.as_bytes(), b"new\0"].concat();
+        let made = daemon.guest().request(1, Opcode::Create as u32, parent, &body, b"", 144).unwrap();
+        let (entry, open) = EntryOut::read_from_prefix(&made).unwrap();
+        let fh = OpenOut::read_from_prefix(open).unwrap().0.fh;
+        let write = WriteIn { fh, size: data.len() as u32, ..Default::default() };
+        daemon.guest().request(1, Opcode::Write as u32, entry.nodeid, write.as_bytes(), &data, 8).unwrap();
+        files.push((entry.nodeid, fh, data));
+    }
+    assert_eq!(daemon.ask("POST", "/drain", "").0, 200);
+    for (image, (_, _, data)) in ["share.image", "below.image"].iter().zip(&files) {
+        let disk = fs::read(daemon.path(image)).unwrap();
+        assert!(disk.chunks(1024).any(|block| block.starts_with(data)), "{image}");
+    }
+
+    // What is not in memory is read by io_uring.
+    let status: api::Status = daemon.get("/status");
+    let (node, fh, data) = &files[0];
+    let before = daemon.metric("thruway_io_uring_submissions_total");
+    let inside = format!("/proc/{}/root{}/share/new", daemon.child.id(), daemon.dir.path().display());
+    rustix::fs::fadvise(fs::File::open(inside).unwrap(), 0, None, rustix::fs::Advice::DontNeed).unwrap();
+    let read = ReadIn { fh: *fh, size: data.len() as u32, ..Default::default() };
+    let got = daemon.guest().request(1, Opcode::Read as u32, *node, read.as_bytes(), b"", data.len()).unwrap();
+    let after = daemon.metric("thruway_io_uring_submissions_total");
+    assert_eq!((&got, after > before), (data, status.io_uring.on));
 }
 
 #[test]
@@ -376,8 +446,10 @@ fn a_drain_waits_for_requests_but_not_for_locks() {
     };
     guest.request(1, Opcode::Setlk as u32, file, lock(1).as_bytes(), b"", 0).unwrap();
     let (_, head) = guest.header(Opcode::Setlkw as u32, file, size_of::<LkIn>());
+    let handovers = daemon.metric("thruway_handovers_total");
     let waits = guest.submit(1, &[&[&head[..], lock(2).as_bytes()].concat()], &[16]).unwrap();
     wait_until("the lock is waited for", || daemon.metric("thruway_queue_requests{queue=\"1\"}") == 1.0);
+    wait_until("it is counted", || daemon.metric("thruway_handovers_total") > handovers);
     let drain = || {
         let (status, body) = daemon.ask("POST", "/drain?timeout=60", "");
         assert_eq!(status, 200, "{body}");

@@ -205,6 +205,9 @@ impl Far {
     }
 
     fn go_on(&self) {
+        for name in fs::read_dir(self.control.join("waiting")).unwrap() {
+            fs::remove_file(name.unwrap().path()).unwrap();
+        }
         fs::remove_file(self.control.join("hang")).unwrap();
     }
 
@@ -361,7 +364,15 @@ fn a_mounted_server_that_hangs_holds_up_nothing_else() {
     rustix::mount::mount_bind(&far.mount, share.join("far")).unwrap();
     let guest = Guest::new(&share);
     let mounted = guest.lookup(ROOT_ID, b"far\0");
-    hangs(&far, &guest, mounted, guest.lookup(ROOT_ID, b"local\0"));
+    let local = guest.lookup(ROOT_ID, b"local\0");
+    // From the first request on.
+    far.hang();
+    let first = guest.send(Opcode::Lookup, mounted, b"slow\0");
+    far.holds(1);
+    guest.uses(local);
+    far.go_on();
+    assert_eq!(guest.errno(first), 0);
+    hangs(&far, &guest, mounted, local);
     drop(guest.frontend);
     guest.daemon.join().unwrap().unwrap();
 }

@@ -184,13 +184,14 @@ fn hot_path(guest: &mut Guest) {
 fn ioctls_have_the_sizes_that_they_say() {
     let mut guest = Guest::new(Config::default());
     std::fs::write(guest.dir.path().join("file"), b"x").unwrap();
+    let host = std::fs::File::open(guest.dir.path().join("file")).unwrap();
     let node = guest.lookup(b"file\0");
     let out = guest.call(Opcode::Open, node, &[OpenIn { flags: 0, open_flags: 0 }.as_bytes()]).unwrap();
     let fh = OpenOut::read_from_prefix(out).unwrap().0.fh;
     let args = |cmd, in_size, out_size| IoctlIn { fh, cmd, in_size, out_size, ..Default::default() };
     let mut call =
         |args: IoctlIn, data: &[u8]| guest.call(Opcode::Ioctl, node, &[args.as_bytes(), data]).map(<[u8]>::len);
-    if call(args(FS_IOC_GETFLAGS, 0, 4), b"") == Err(libc::ENOTTY) {
+    if rustix::fs::ioctl_getflags(&host).is_err() {
         return eprintln!("skipped: the file system has no flags");
     }
     let reply = size_of::<IoctlOut>();

@@ -303,8 +303,10 @@ def control_socket():
     paths = [inode["path"] for inode in json.loads(host("control s 'inodes?top=1000'"))["inodes"]]
     assert {"/", "/open"} <= set(paths), paths
     metrics = host("control s metrics")
-    for name in 'thruway_request_seconds_bucket{le="+Inf",opcode="Lookup"}', "thruway_watch_marks", "thruway_descriptors":
-        assert name in metrics, metrics
+    values = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#"))
+    assert 'thruway_request_seconds_bucket{le="+Inf",opcode="Lookup"}' in values, metrics
+    for name in "thruway_watch_marks", "thruway_watch_nodes", "thruway_descriptors":
+        assert float(values[name]) > 0, f"{name}: {values[name]}"
     # A drain does no more to a guest than to make it wait.
     host("curl --silent --show-error --fail --unix-socket ../sockets/s.control -X POST 'http://daemon/drain?hold=0.2'")
     write(f"{S}/open", b"y")
