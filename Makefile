@@ -9,9 +9,9 @@ export CARGO_NET_RETRY = 10
 SCRIPTS = vm-images/boot vm-images/setup.sh vm-images/build-* vm-images/lib.sh vm-images/linux-source.sh vm-images/guest/* .ci/run tests/run tests/demo \
 	guest-kernel/build fuzz/run fuzz/rustc tests/dependencies tests/documented examples/qemu tests/sanitized tests/miri \
 	packaging/build packaging/stage packaging/guest-kernel/apply packaging/deb/p* \
-	tests/guest/demo-init tests/guest/*.sh tests/host/run-case tests/host/*.sh
+	bench/xtask/scenes/fill bench/xtask/scenes/top tests/guest/demo-init tests/guest/*.sh tests/host/run-case tests/host/*.sh
 
-.PHONY: all build tree tools guests images guest-kernel guest-kernel-debug demo unit quick test soak neighbours bench check install \
+.PHONY: all build tree tools guests images guest-kernel guest-kernel-debug demo unit quick test soak neighbours bench pictures check install \
 	programs static-programs packages clean fuzz fuzz-short asan tsan miri
 
 all: build
@@ -125,6 +125,13 @@ check:
 	@! git grep -nE '^.{121,}' -- '*.rs' || { echo 'make check: lines have at most 120 columns, comments too' >&2; exit 1; }
 	@! git grep -n '&& let ' -- '*.rs' || { echo 'make check: let chains need Rust 1.88, and Debian 13 has 1.85' >&2; exit 1; }
 	if command -v shellcheck >/dev/null; then shellcheck -x -P SCRIPTDIR $(SCRIPTS); else echo 'make check: shellcheck is not installed: scripts are not checked'; fi
+
+# Records the demo and thruway top in terminals and draws them, in docs/pictures. ARGS=demo or ARGS=top selects one, ARGS=--redraw
+# records nothing. About 5 minutes.
+pictures:
+	vm-images/setup.sh test-packages tree
+	$(CARGO) build --release --bin thruwayd --package thruway --package thruway-tool
+	$(CARGO) run --release --package xtask -- pictures $(ARGS)
 
 # No symbols are removed. The package of a distribution does not conflict with /usr/local.
 install: programs

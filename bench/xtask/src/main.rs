@@ -1,11 +1,15 @@
 //! `make bench`: runs the same jobs in the same guests, with several daemons in turn.
+//! `make pictures`: terminals as pictures.
 
 mod frontend;
 mod guest;
 mod host;
+mod picture;
 mod plan;
 mod plot;
 mod report;
+mod scenes;
+mod terminal;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -25,6 +29,18 @@ enum Task {
     /// Redraws the plots from the tables in benchmarks.md
     Plots {
         /// Where benchmarks.md and plots/ are [default: docs]
+        #[arg(long, value_name = "DIR")]
+        out: Option<PathBuf>,
+    },
+    /// Records the demo and thruway top in terminals, and draws them
+    Pictures {
+        /// Record only these
+        #[arg(value_parser = PossibleValuesParser::new(scenes::NAMES))]
+        names: Vec<String>,
+        /// Record nothing: draw what was recorded
+        #[arg(long, conflicts_with = "names")]
+        redraw: bool,
+        /// Where the recordings and pictures are [default: docs/pictures]
         #[arg(long, value_name = "DIR")]
         out: Option<PathBuf>,
     },
@@ -113,6 +129,10 @@ fn main() -> ExitCode {
     let (name, done) = match Task::parse() {
         Task::Bench(options) => ("bench", bench(&options)),
         Task::Plots { out } => ("plots", plots(&out.unwrap_or_else(|| host::root().join("docs")))),
+        Task::Pictures { names, redraw, out } => {
+            let out = out.unwrap_or_else(|| host::root().join("docs/pictures"));
+            ("pictures", if redraw { scenes::redraw(&scenes::NAMES, &out) } else { scenes::record(&names, &out) })
+        }
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
