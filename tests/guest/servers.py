@@ -1,10 +1,11 @@
 #!/usr/bin/python3
-"""Uses files of the share /mnt/s, each with a process of its own, until the file "end" is there: servers.py FILE...
+"""Uses files of the share /mnt/s, each with a process of its own, until the file "end" is there: servers.py [--lock] FILE...
 
-Each time that a file was opened, read, written, synced and closed it prints "FILE ok", otherwise "FILE" and the errno's name.
+With --lock each process holds a flock(2) lock of its file meanwhile. Each time that a file was opened, read, written, synced and closed it prints "FILE ok", otherwise "FILE" and the errno's name.
 """
 
 import errno
+import fcntl
 import os
 import sys
 import time
@@ -27,6 +28,8 @@ def use(path, number):
 
 def run(name):
     number = 0
+    if locks:
+        fcntl.flock(held := os.open(f"{S}/{name}", os.O_RDWR), fcntl.LOCK_EX)
     while not os.path.exists(f"{S}/end"):
         number += 1
         try:
@@ -39,7 +42,9 @@ def run(name):
 
 
 children = []
-for name in sys.argv[1:]:
+names = sys.argv[1:]
+locks = names[0] == "--lock"
+for name in names[locks:]:
     child = os.fork()
     if not child:
         run(name)

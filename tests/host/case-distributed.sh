@@ -85,19 +85,25 @@ far_share() {
     mkdir -p -m 755 "$share"
 }
 
-# Two guests, each on a host of its own, write and read in turn and lock each other out. 5 s: the guest keeps attributes for 1 s, and the
-# host's mount for another; the rest is for a busy machine.
+# 5 s: the guest keeps attributes for 1 s, and the host's mount for another; the rest is for a busy machine.
 case_distributed_two_hosts() {
-    local role pids=() failed='' share
+    local share
     gluster_start
-    make_share meet
     far_share share a
+    two_hosts "$far_root/mnt" 5
+}
+
+# two_hosts MOUNTS WITHIN [BOOT-ARGUMENT]...: two guests, each on a host of its own, write and read in turn and lock each other out. A
+# guest sees the other's change within so many seconds.
+two_hosts() {
+    local role pids=() failed=''
+    make_share meet
     for role in a b; do
-        start_daemon "s@$role" "$far_root/mnt/$role/share" --xattr --posix-lock --flock
+        start_daemon "s@$role" "$1/$role/share" --xattr --posix-lock --flock
         start_daemon "meet@$role" "$work/meet" --cache=never
-        "$boot" --kind uml --log-dir "$work/$role.logs" --ro-dir "$guest_dir" --timeout 300 \
-            --fs "s=$work/sockets/s@$role" --fs "meet=$work/sockets/meet@$role" \
-            "$guest_dir/duo.py" "$role" 5 changes locks &
+        "$boot" --kind uml --log-dir "$work/$role.logs" --ro-dir "$guest_dir" --timeout 1800 \
+            --fs "s=$work/sockets/s@$role" --fs "meet=$work/sockets/meet@$role" "${@:3}" \
+            "$guest_dir/duo.py" "$role" "$2" changes locks &
         pids+=($!)
     done
     for role in "${pids[@]}"; do wait "$role" || failed=yes; done
@@ -204,4 +210,119 @@ soak_distributed_pjdfstest() {
     sed -nE 's/^([a-z0-9_:]+) +(ok|FAILED|skipped|expected_failure)$/\1 \2/p' "$work/pjd.out" | sort >"$work/pjd.results"
     note "pjdfstest on GlusterFS: $(count pjd ok) passed, $(count pjd FAILED) failed, $(count pjd skipped) skipped"
     note "failed: $(sed -n 's/ FAILED$//p' "$work/pjd.results" | tr '\n' ' ')"
+}
+
+# Two hosts on an NFS server. Few hosts' kernels have both of NFS's sides, so a QEMU guest with Debian's kernel is all three machines, and
+# boots the guests by User-Mode Linux.
+
+# in_nfs_machine FUNCTION: runs a function of this file there.
+in_nfs_machine() {
+    local layers cache daemon
+    "$root/vm-images/setup.sh" distributed
+    cache=$(. "$root/vm-images/lib.sh" && echo "$cache")
+    layers=$(. "$root/vm-images/lib.sh" && echo "$(distributed_dir)/root:$(tree_dir)/root")
+    mkdir -p "$work/machine/target/release"
+    cp -r "$root/tests" "$root/vm-images" "$work/machine/"
+    read -ra daemon <<<"$THRUWAY_DAEMON"
+    install "${daemon[0]}" "$work/machine/target/release/thruwayd"
+    # 3 hours: a machine of two emulated CPUs boots guests, and runs whole suites in them.
+    "$boot" --kind qemu --cpus 2 --mem 3072 --timeout 10800 --log-dir "$work/machine.logs" --ro-dir "$work/machine" \
+        --share "cache=$cache" --daemon-args '--readonly --cache=always' \
+        "$root/tests/host/nfs-machine" "${layers//"$cache"//mnt/cache}" "$1" || exit 1
+    logs_are_clean "$work/machine.logs"
+}
+
+# Exports /srv/export, and mounts it on /mnt/a and /mnt/b as two hosts do. The server knows a client by the name of its host, so each mount
+# is made under a name of its own. Both mounts share no cache, since they name the server by different addresses.
+nfs_start() {
+    local host number=0 clients
+    busybox ip link set lo up
+    mkdir -p /srv/export /mnt/{a,b} /var/lib/nfs/{rpc_pipefs,nfsdcld}
+    mount -t tmpfs tmpfs /srv/export
+    mount -t rpc_pipefs rpc_pipefs /var/lib/nfs/rpc_pipefs
+    mount -t nfsd nfsd /proc/fs/nfsd
+    echo '/srv/export *(rw,no_root_squash,no_subtree_check,fsid=0)' >/etc/exports
+    # Clients have so long to claim their locks again when the server has started. 90 s by default.
+    echo 10 >/proc/fs/nfsd/nfsv4leasetime
+    echo 10 >/proc/fs/nfsd/nfsv4gracetime
+    # Its package makes it.
+    touch /var/lib/nfs/etab
+    nfsdcld
+    rpc.mountd --no-nfs-version 3 --no-nfs-version 2
+    exportfs -a
+    nfs_serve
+    # With delegations of directories, the client of Linux 7.2 may never find a new name that it has looked up in vain.
+    modprobe nfsv4 directory_delegations=N
+    for host in a b; do
+        # shellcheck disable=SC2016  # the inner shell's
+        unshare --uts bash -euc 'hostname "$1" && mount -t nfs4 -o vers=4.2 "127.0.0.$2:/" "/mnt/$1"' mount "$host" "$((++number))"
+    done
+    clients=(/proc/fs/nfsd/clients/*)
+    ((${#clients[@]} == 2)) || fail "the server sees ${#clients[@]} clients"
+}
+nfs_serve() { rpc.nfsd --no-nfs-version 3 --no-udp 4; }
+
+soak_distributed_nfs() { in_nfs_machine nfs_two_hosts; }
+soak_distributed_nfs_server() { in_nfs_machine nfs_server; }
+soak_distributed_nfs_removed() { in_nfs_machine nfs_removed; }
+
+# 100 s: the mount keeps a directory's attributes for up to 60 s.
+nfs_two_hosts() {
+    nfs_start
+    mkdir /mnt/a/share
+    two_hosts /mnt 100 --kernel-args seccomp=on
+}
+
+# The server stops and starts anew, while a guest uses a file of it and another one by one queue.
+nfs_server() {
+    local pid
+    nfs_start
+    make_share share
+    mkdir "$work/share/far"
+    mount --bind /mnt/a "$work/share/far"
+    echo >"$work/share/near"
+    echo >"$work/share/far/file"
+    start_daemon s "$work/share" --flock
+    "$boot" --kind uml --log-dir "$work/guest.logs" --ro-dir "$guest_dir" --fs "s=$work/sockets/s" --timeout 1800 \
+        --kernel-args seccomp=on "$guest_dir/servers.py" --lock near far/file >"$work/out" 2>&1 &
+    pid=$!
+    # 600 s: the guest boots.
+    wait_line "$work/out" '^far/file ok' 600 "$pid"
+    rpc.nfsd 0
+    file_waits far/file "$pid"
+    file_goes_on near "$pid"
+    nfs_serve
+    file_goes_on far/file "$pid"
+    # The guest has its lock again.
+    ! flock --nonblock /mnt/b/file true || fail "another host got the guest's lock"
+    touch "$work/share/end"
+    wait "$pid" || fail "the guest failed: $(tail -n 5 "$work/out")"
+    ! grep -E ' E[A-Z]+$' "$work/out" || fail 'the guest saw errors'
+    flock --nonblock /mnt/b/file true || fail 'the lock outlived the guest'
+    logs_are_clean "$work/guest.logs" && logs_are_clean "$work/daemons.logs"
+}
+
+# The daemon keeps no file open that no program has open. So a removed file is gone at once, and its directory can be removed.
+nfs_removed() {
+    local pid process open deadline
+    nfs_start
+    mkdir /mnt/a/share
+    make_share meet
+    start_daemon meet "$work/meet" --cache=never
+    start_daemon s /mnt/a/share
+    "$boot" --kind uml --log-dir "$work/guest.logs" --ro-dir "$guest_dir" --fs "s=$work/sockets/s" --fs "meet=$work/sockets/meet" \
+        --timeout 1800 --kernel-args seccomp=on "$guest_dir/removed.sh" &
+    pid=$!
+    until [[ -e $work/meet/made ]]; do kill -0 "$pid" || fail 'the guest has ended'; sleep 0.1; done
+    # 120 s: the guest's last closes are on their way.
+    deadline=$((SECONDS + 120))
+    while open=$(for process in $(family "$daemon_pid"); do readlink "/proc/$process/fd/"*; done | grep -c '/kept$'); do
+        ((SECONDS < deadline)) || fail "the daemon keeps $open files open"
+        sleep 0.1
+    done
+    touch "$work/meet/go"
+    wait "$pid" || fail 'the guest could not remove its directories'
+    open=$(ls -A /srv/export/share)
+    [[ -z $open ]] || fail "the server has $open"
+    logs_are_clean "$work/guest.logs" && logs_are_clean "$work/daemons.logs"
 }
