@@ -207,7 +207,7 @@ soak_distributed_pjdfstest() {
     mount --bind "$share" "$work/pjd"
     "$boot" --kind uml --tools --log-dir "$work/pjd.logs" --share "s=$share" "$guest_dir/pjdfstest.sh" 2>&1 |
         sed 's/\x1b\[[0-9;]*m//g' | tee "$work/pjd.out" || true
-    sed -nE 's/^([a-z0-9_:]+) +(ok|FAILED|skipped|expected_failure)$/\1 \2/p' "$work/pjd.out" | sort >"$work/pjd.results"
+    pjdfstest_results pjd
     note "pjdfstest on GlusterFS: $(count pjd ok) passed, $(count pjd FAILED) failed, $(count pjd skipped) skipped"
     note "failed: $(sed -n 's/ FAILED$//p' "$work/pjd.results" | tr '\n' ' ')"
 }
@@ -264,6 +264,7 @@ nfs_serve() { rpc.nfsd --no-nfs-version 3 --no-udp 4; }
 
 soak_distributed_nfs() { in_nfs_machine nfs_two_hosts; }
 soak_distributed_nfs_server() { in_nfs_machine nfs_server; }
+soak_distributed_nfs_suites() { in_nfs_machine nfs_suites; }
 soak_distributed_nfs_removed() { in_nfs_machine nfs_removed; }
 
 # 100 s: the mount keeps a directory's attributes for up to 60 s.
@@ -316,7 +317,8 @@ nfs_removed() {
     until [[ -e $work/meet/made ]]; do kill -0 "$pid" || fail 'the guest has ended'; sleep 0.1; done
     # 120 s: the guest's last closes are on their way.
     deadline=$((SECONDS + 120))
-    while open=$(for process in $(family "$daemon_pid"); do readlink "/proc/$process/fd/"*; done | grep -c '/kept$'); do
+    until open=$(for process in $(family "$daemon_pid"); do readlink "/proc/$process/fd/"*; done | grep -c '/kept$' || true) &&
+        ((open == 0)); do
         ((SECONDS < deadline)) || fail "the daemon keeps $open files open"
         sleep 0.1
     done
@@ -325,4 +327,33 @@ nfs_removed() {
     open=$(ls -A /srv/export/share)
     [[ -z $open ]] || fail "the server has $open"
     logs_are_clean "$work/guest.logs" && logs_are_clean "$work/daemons.logs"
+}
+
+# The suites pass in a guest as far as they pass on the mount itself.
+nfs_suites() {
+    local where
+    nfs_start
+    mkdir -m 755 -p /mnt/a/{mount,guest}/{f,p} /mnt/s "$work/check"
+    cp "$guest_dir/"{check,functional}.py "$work/check/"
+    sed -i "s#\"/host\"#\"$work/check\"#" "$work/check/functional.py"
+    python3 "$work/check/functional.py" /mnt/a/mount/f >"$work/functional-mount.out" || true
+    mount --bind "$(. "$root/vm-images/lib.sh" && tools_dir)/guest" /usr/local
+    mount --bind /mnt/a/mount/p /mnt/s
+    PATH=/usr/local/bin:$PATH "$guest_dir/pjdfstest.sh" >"$work/pjdfstest-mount.out" 2>&1 || true
+
+    start_daemon f /mnt/a/guest/f --xattr --posix-lock --flock
+    "$boot" --kind uml --log-dir "$work/functional.logs" --ro-dir "$guest_dir" --fs "f=$work/sockets/f" --timeout 5000 \
+        --kernel-args seccomp=on "$guest_dir/functional.py" /mnt/f >"$work/functional-guest.out" || true
+    start_daemon s /mnt/a/guest/p
+    "$boot" --kind uml --tools --log-dir "$work/pjdfstest.logs" --fs "s=$work/sockets/s" --timeout 5000 \
+        --kernel-args seccomp=on "$guest_dir/pjdfstest.sh" >"$work/pjdfstest-guest.out" 2>&1 || true
+    for where in mount guest; do
+        sed -i 's/\x1b\[[0-9;]*m//g' "$work/pjdfstest-$where.out"
+        pjdfstest_results "pjdfstest-$where"
+        sed -nE 's/^(ok|FAILED|skipped) ([a-z0-9_]+).*/\2 \1/p' "$work/functional-$where.out" | sort >"$work/functional-$where.results"
+        grep -h FAILED "$work"/{functional,pjdfstest}-$where.out | sed "s/^/$where: /" || true
+    done
+    pjdfstest_compare functional-guest functional-mount
+    pjdfstest_compare pjdfstest-guest pjdfstest-mount
+    logs_are_clean "$work/functional.logs" && logs_are_clean "$work/pjdfstest.logs" && logs_are_clean "$work/daemons.logs"
 }

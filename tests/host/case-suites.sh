@@ -15,8 +15,12 @@ pjdfstest_run() {
         --share "s=$work/$name" "${@:4}" "$guest_dir/pjdfstest.sh" 2>&1 | sed 's/\x1b\[[0-9;]*m//g' | tee "$work/$name.out" || status=$?
     # A failed test makes the suite's status 1. Any higher status means that it did not finish.
     ((status <= 1)) || fail "the guest '$name' ended with status $status"
-    sed -nE 's/^([a-z0-9_:]+) +(ok|FAILED|skipped|expected_failure)$/\1 \2/p' "$work/$name.out" |
-        sed "/^$pjdfstest_racy /d" | sort >"$work/$name.results"
+    pjdfstest_results "$name"
+}
+# pjdfstest_results NAME: writes $work/NAME.results from the suite's output, $work/NAME.out.
+pjdfstest_results() {
+    sed -nE 's/^([a-z0-9_:]+) +(ok|FAILED|skipped|expected_failure)$/\1 \2/p' "$work/$1.out" |
+        sed "/^$pjdfstest_racy /d" | sort >"$work/$1.results"
 }
 
 count() { grep -c " $2\$" "$work/$1.results" || true; }
@@ -39,7 +43,7 @@ pjdfstest_compare() {
     done
     join -j 1 "$work/$1.results" "$work/$2.results" | awk '$2 != $3 { printf "note: %s: %s here, %s there\n", $1, $2, $3 }'
     worse=$(join -j 1 -a 2 -e missing -o 0,1.2,2.2 "$work/$1.results" "$work/$2.results" | awk '$3 == "ok" && $2 != "ok"')
-    [[ -z $worse ]] || fail "passes only with virtiofsd: $worse"
+    [[ -z $worse ]] || fail "passes only in $2: $worse"
 }
 
 case_pjdfstest_uml() {
