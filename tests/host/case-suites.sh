@@ -43,7 +43,7 @@ pjdfstest_compare() {
     done
     join -j 1 "$work/$1.results" "$work/$2.results" | awk '$2 != $3 { printf "note: %s: %s here, %s there\n", $1, $2, $3 }'
     worse=$(join -j 1 -a 2 -e missing -o 0,1.2,2.2 "$work/$1.results" "$work/$2.results" | awk '$3 == "ok" && $2 != "ok"')
-    [[ -z $worse ]] || fail "passes only in $2: $worse"
+    [[ -z $worse ]] || fail "passes only with virtiofsd: $worse"
 }
 
 case_pjdfstest_uml() {
