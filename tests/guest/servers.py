@@ -1,7 +1,8 @@
 #!/usr/bin/python3
 """Uses files of the share /mnt/s, each with a process of its own, until the file "end" is there: servers.py [--lock] FILE...
 
-With --lock each process holds a flock(2) lock of its file meanwhile. Each time that a file was opened, read, written, synced and closed it prints "FILE ok", otherwise "FILE" and the errno's name.
+With --lock each process holds a flock(2) lock of its file meanwhile. Each time that a file was opened, read, written, synced and
+closed it prints "FILE ok", otherwise "FILE" and the errno's name.
 """
 
 import errno
