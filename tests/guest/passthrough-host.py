@@ -110,28 +110,6 @@ def pinned():
     host("rm pinned other-*")
 
 
-def held():
-    """A direct read gets all pages of its buffer while a revocation waits for one that is in use: it could be its own."""
-    path = make("held")
-    fd = os.open(path, os.O_RDWR)
-    reader, writer = os.pipe()
-    with mapped(path, SIZE, writable=True) as view:
-        piece = Iovec(address(view), 4096)
-        equal(call("vmsplice", writer, ctypes.byref(piece), 1, 0), 4096)
-        # The guest must let go, since its stores may have no room now. The daemon waits for that without a limit.
-        # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
-        call("fallocate", fd, 3, ctypes.c_long(SIZE - 4096), ctypes.c_long(4096))
-        with memoryview(view) as buffer, buffer[4096:65536] as rest:
-            equal(os.preadv(disk, [rest], 0), len(rest))
-            equal(rest, os.pread(disk_pages, len(rest), 0))
-        equal(os.read(reader, 4096), pattern(4096))
-        # The guest has let go of all by then.
-        view[SIZE - 1] = 1
-    for descriptor in fd, reader, writer:
-        os.close(descriptor)
-    host("rm held")
-
-
 def late():
     """How often the daemon did not wait until the guest had let go."""
     return host_number("grep -c 'did not let go' ../daemons.logs/daemon-s.log || true")
@@ -196,7 +174,7 @@ def under_load(command):
     equal(host("head -c 6 load"), "guestx")
 
 
-disk, disk_pages = os.open("/dev/vda", os.O_RDONLY | os.O_DIRECT), os.open("/dev/vda", os.O_RDONLY)
+disk = os.open("/dev/vda", os.O_RDONLY | os.O_DIRECT)
 mount("meet")
 mount("s")
 steps(
@@ -207,7 +185,6 @@ steps(
     (truncated, ": >{0}", 0),
     (replaced,),
     (pinned,),
-    (held,),
     (under_load, "truncate -s {size} load"),
 )
 umount("s")
