@@ -25,7 +25,7 @@ HOUR = 3600
 
 # The names of the vhost-user messages and the FUSE operations that are served.
 GET_FEATURES, SET_FEATURES, SET_MEM_TABLE, SET_NUM, SET_ADDR, SET_BASE, GET_BASE, SET_KICK, SET_CALL = 1, 2, 5, 8, 9, 10, 11, 12, 13
-GET_PROTOCOL_FEATURES, GET_QUEUE_NUM, GET_CONFIG = 15, 17, 24
+GET_PROTOCOL_FEATURES, GET_QUEUE_NUM, SET_ENABLE, GET_CONFIG = 15, 17, 18, 24
 LOOKUP, FORGET, GETATTR, SETATTR, OPEN, READ, WRITE, STATFS, RELEASE, FSYNC = 1, 2, 3, 4, 14, 15, 16, 17, 18, 20
 FLUSH, INIT, OPENDIR, READDIR, RELEASEDIR, DESTROY, NOTIFY_REPLY, BATCH_FORGET = 25, 26, 27, 28, 29, 38, 41, 42
 INVAL_INODE, INVAL_ENTRY, STORE, RETRIEVE, DELETE, RESEND, INC_EPOCH, PRUNE = 2, 3, 4, 5, 6, 7, 8, 9
@@ -52,7 +52,7 @@ class Tree:
 
 class Queue:
     def __init__(self):
-        self.size = self.next = self.done = self.descriptors = self.used = self.available = 0
+        self.size = self.next = self.done = self.descriptors = self.used = self.available = self.seen = 0
         self.kick = self.call = None
 
 
@@ -127,7 +127,9 @@ class Device:
 
     def offered(self):
         """Buffers for notifications that the driver has offered, and that were not used."""
-        return self.number("<H", self.queues[1].available + 2) - self.queues[1].done & 0xFFFF
+        queue = self.queues[1]
+        queue.seen = self.number("<H", queue.available + 2)
+        return queue.seen - queue.done & 0xFFFF
 
     def send(self):
         queue, sent = self.queues[1], False
@@ -141,6 +143,11 @@ class Device:
             sent = True
         if sent:
             self.signal(queue)
+
+    def check_stop(self, queue):
+        """The driver takes back its buffers, which moves the available index back, after it has stopped the queue."""
+        if queue.descriptors and self.number("<H", queue.available + 2) - queue.seen & 0x8000:
+            sys.exit("the driver took back its buffers while the queue was running")
 
     def command(self, words):
         name, *rest = words
@@ -346,6 +353,7 @@ class Device:
             offset, length, _ = struct.unpack_from("<III", body)
             return self.answer(request, body[:12] + self.config.ljust(4096, b"\0")[offset : offset + length])
         if request == GET_BASE:
+            self.check_stop(queue)
             queue.descriptors = 0
             return self.answer(request, struct.pack("<II", word, queue.next))
         if request == SET_FEATURES:
@@ -359,10 +367,14 @@ class Device:
         elif request == SET_NUM:
             queue.size = struct.unpack_from("<II", body)[1]
         elif request == SET_BASE:
-            queue.next = struct.unpack_from("<II", body)[1]
+            queue.next = queue.seen = struct.unpack_from("<II", body)[1]
         elif request == SET_ADDR:
             _, _, queue.descriptors, queue.used, queue.available, _ = struct.unpack_from("<IIQQQQ", body)
             queue.done = self.number("<H", queue.used + 2)
+        elif request == SET_ENABLE:
+            if not struct.unpack_from("<II", body)[1]:
+                self.check_stop(queue)
+                queue.descriptors = 0
         elif request == SET_KICK:
             queue.kick = files[0] if files else None
         elif request == SET_CALL:
