@@ -61,7 +61,8 @@ struct Heads {
 enum Breach {
     OutOfRange(u16),
     InFlight(u16),
-    Index,
+    /// The available index is here, and the device has taken the chains before `next`.
+    Index { at: u16, next: u16 },
 }
 
 impl fmt::Display for Breach {
@@ -69,7 +70,10 @@ impl fmt::Display for Breach {
         match self {
             Self::OutOfRange(head) => write!(f, "it offered chain {head}, which is beyond the descriptor table"),
             Self::InFlight(head) => write!(f, "it offered chain {head}, which it had not got back"),
-            Self::Index => write!(f, "it offered more chains than the queue has room for"),
+            Self::Index { at, next } => write!(
+                f,
+                "its available index is {at}, which is before the next chain to take, {next}, or too far beyond it"
+            ),
         }
     }
 }
@@ -433,7 +437,10 @@ fn take(
         }
     };
     match look() {
-        Err(QueueError::InvalidAvailRingIndex) => Err(Breach::Index),
+        Err(QueueError::InvalidAvailRingIndex) => {
+            let at = queue.avail_idx(mem, Ordering::Relaxed).map_or(0, |at| at.0);
+            Err(Breach::Index { at, next: queue.next_avail() })
+        }
         // The ring's memory is gone. Nobody can be told; the next kick tries again.
         Err(_) => Ok(()),
         Ok(taken) => taken,
