@@ -212,25 +212,7 @@ soak_distributed_pjdfstest() {
     note "failed: $(sed -n 's/ FAILED$//p' "$work/pjd.results" | tr '\n' ' ')"
 }
 
-# Two hosts on an NFS server. Few hosts' kernels have both of NFS's sides, so a QEMU guest with Debian's kernel is all three machines, and
-# boots the guests by User-Mode Linux.
-
-# in_nfs_machine FUNCTION: runs a function of this file there.
-in_nfs_machine() {
-    local layers cache daemon
-    "$root/vm-images/setup.sh" distributed
-    cache=$(. "$root/vm-images/lib.sh" && echo "$cache")
-    layers=$(. "$root/vm-images/lib.sh" && echo "$(distributed_dir)/root:$(tree_dir)/root")
-    mkdir -p "$work/machine/target/release"
-    cp -r "$root/tests" "$root/vm-images" "$work/machine/"
-    read -ra daemon <<<"$THRUWAY_DAEMON"
-    install "${daemon[0]}" "$work/machine/target/release/thruwayd"
-    # 3 hours: a machine of two emulated CPUs boots guests, and runs whole suites in them.
-    "$boot" --kind qemu --cpus 2 --mem 3072 --timeout 10800 --log-dir "$work/machine.logs" --ro-dir "$work/machine" \
-        --share "cache=$cache" --daemon-args '--readonly --cache=always' \
-        "$root/tests/host/nfs-machine" "${layers//"$cache"//mnt/cache}" "$1" || exit 1
-    logs_are_clean "$work/machine.logs"
-}
+# Two hosts on an NFS server. The machine of in_qemu_machine is all three.
 
 # Exports /srv/export, and mounts it on /mnt/a and /mnt/b as two hosts do. The server knows a client by the name of its host, so each mount
 # is made under a name of its own. Both mounts share no cache, since they name the server by different addresses.
@@ -262,10 +244,10 @@ nfs_start() {
 }
 nfs_serve() { rpc.nfsd --no-nfs-version 3 --no-udp 4; }
 
-soak_distributed_nfs() { in_nfs_machine nfs_two_hosts; }
-soak_distributed_nfs_server() { in_nfs_machine nfs_server; }
-soak_distributed_nfs_suites() { in_nfs_machine nfs_suites; }
-soak_distributed_nfs_removed() { in_nfs_machine nfs_removed; }
+soak_distributed_nfs() { in_qemu_machine nfs_two_hosts; }
+soak_distributed_nfs_server() { in_qemu_machine nfs_server; }
+soak_distributed_nfs_suites() { in_qemu_machine nfs_suites; }
+soak_distributed_nfs_removed() { in_qemu_machine nfs_removed; }
 
 # 100 s: the mount keeps a directory's attributes for up to 60 s.
 nfs_two_hosts() {

@@ -120,3 +120,32 @@ END
     logs_are_clean "$work/daemons.logs"
 }
 case_privileges() { privileges uml; }
+
+# A directory with a project quota.
+case_quotas() { in_qemu_machine quotas; }
+
+quotas() {
+    local mib=20 project=42
+    modprobe loop
+    truncate -s 300M "$work/disk"
+    mkfs.ext4 -q -O quota,project -E quotatype=prjquota "$work/disk"
+    make_share share
+    mount -o loop,prjquota "$work/disk" "$work/share"
+    mkdir "$work/share/limited"
+    chattr -p "$project" +P "$work/share/limited"
+    # quotactl(2) wants the device. Limits count in KiB there, usage in bytes (struct if_dqblk).
+    python3 - "$(findmnt -no SOURCE "$work/share")" "$project" "$((mib << 10))" <<'END'
+import ctypes, os, struct, sys
+
+Q_SETQUOTA, PRJQUOTA, QIF_BLIMITS = 0x800008, 2, 1
+device, project, limit = sys.argv[1].encode(), int(sys.argv[2]), int(sys.argv[3])
+block = ctypes.create_string_buffer(struct.pack("=8QI4x", limit, limit, 0, 0, 0, 0, 0, 0, QIF_BLIMITS))
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.quotactl(ctypes.c_int(Q_SETQUOTA << 8 | PRJQUOTA), device, project, block):
+    sys.exit(f"quotactl: {os.strerror(ctypes.get_errno())}")
+END
+    start_daemon s "$work/share"
+    "$boot" --kind uml --log-dir "$work/guest.logs" --ro-dir "$guest_dir" --fs "s=$work/sockets/s" --timeout 1800 \
+        --kernel-args seccomp=on "$guest_dir/quotas.py" /mnt/s "$mib" "$project" || fail 'the guest does not see the quota'
+    logs_are_clean "$work/guest.logs" && logs_are_clean "$work/daemons.logs"
+}
