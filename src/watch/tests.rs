@@ -2,7 +2,7 @@ use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -173,7 +173,7 @@ impl Bench {
         let collector = Arc::new(Collector(Mutex::new(sender)));
         let pass = move |step| match step {
             Step::Read => passed.pass(),
-            Step::Counted => {}
+            Step::Counted | Step::Rests => {}
         };
         watch.start_stepped(collector, pass).unwrap();
         let bench = Self { _dir: dir, root, watch, told, host: Host::start(), gate, markers: 0 };
@@ -470,6 +470,48 @@ fn marks_and_nodes_have_a_limit() {
     let added = (100..2000).filter(|node| bench.watch.add(*node, id)).count();
     assert_eq!(added, 998);
     assert!(bench.watch.add(100, id), "it is there already");
+}
+
+#[test]
+fn own_events_wait_and_become_one() {
+    let dir = TempDir::new().unwrap();
+    let path = dir.path().join("file");
+    let file = fs::File::create(&path).unwrap();
+    let watch = Watch::with_limits(10, 10).unwrap();
+    let (sender, steps) = channel();
+    let gate = Arc::new(Gate::default());
+    gate.set(true);
+    let passed = gate.clone();
+    let step = move |step| {
+        let _ = sender.send(step);
+        if step == Step::Rests {
+            passed.pass();
+        }
+    };
+    let (told_to, told) = channel();
+    watch.start_stepped(Arc::new(Collector(Mutex::new(told_to))), step).unwrap();
+    for (node, path, directory) in [(DIR, dir.path(), true), (2, &*path, false)] {
+        let c_path = c_path(path);
+        let id = crate::fs::file_id(CWD, &c_path).unwrap();
+        watch.mark(node, id, Target { dir: Some(CWD), path: &c_path, directory }).unwrap();
+    }
+    let next = || steps.recv_timeout(LONG).unwrap();
+    let until_rest = || std::iter::repeat_with(next).take_while(|step| *step != Step::Rests).collect::<Vec<_>>();
+    file.write_at(b"x", 0).unwrap();
+    assert_eq!(until_rest()[0], Step::Read);
+    for _ in 0..1000 {
+        file.write_at(b"x", 0).unwrap();
+    }
+    gate.set(false);
+    let counted = until_rest().iter().filter(|step| **step == Step::Counted).count();
+    // The directory's event and the file's.
+    assert!((1..=2).contains(&counted), "{counted} events");
+    assert!(told.try_recv().is_err(), "own changes were told");
+    // Nothing waits behind another's change.
+    assert!(Host::start().run("append", &[&path], "x"));
+    assert_eq!(told.recv_timeout(LONG).unwrap(), Told::Node(2, true));
+    drop(watch);
+    assert!(steps.iter().all(|step| step != Step::Rests));
 }
 
 #[test]
