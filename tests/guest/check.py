@@ -156,16 +156,32 @@ class Waiter:
             time.sleep(0.1)
 
 
+# How long NFS may need, in seconds, to remove a file after its close, which a guest does not wait for.
+PATIENCE = 60
+
+
+def late(directory):
+    """NFS names a removed file .nfs… until its last close."""
+    return [name for _, _, names in os.walk(directory) for name in names if name.startswith(".nfs")]
+
+
+def settle(directory):
+    """Returns when removed files are gone."""
+    deadline = time.monotonic() + PATIENCE
+    while names := late(directory):
+        assert time.monotonic() < deadline, f"removed files stay: {names[:5]}"
+        time.sleep(0.1)
+
+
 def remove(directory):
-    """Removes a test's directory. NFS names a removed file .nfs… until its last close, which a guest does not wait for: 60 s for that."""
-    deadline = time.monotonic() + 60
+    """Removes a test's directory."""
+    deadline = time.monotonic() + PATIENCE
     while True:
         try:
             shutil.rmtree(directory)
             break
         except OSError as error:
-            late = [name for _, _, names in os.walk(directory) for name in names if name.startswith(".nfs")]
-            if error.errno != errno.ENOTEMPTY or time.monotonic() > deadline or not late:
+            if error.errno != errno.ENOTEMPTY or time.monotonic() > deadline or not late(directory):
                 raise
             time.sleep(0.1)
     assert not os.path.exists(directory)
@@ -183,8 +199,8 @@ def main(title, base, only=()):
         start = time.monotonic()
 
         def body():
-            # 120 s: four times what the longest test needs in an emulated guest on a busy machine.
-            signal.alarm(120)
+            # 120 s: four times what the longest test needs in an emulated guest on a busy machine. Slower machines say more.
+            signal.alarm(int(os.environ.get("TEST_LIMIT", 120)))
             os.mkdir(directory)
             os.chmod(directory, 0o755)
             function(directory)

@@ -26,10 +26,12 @@ copy_file_range = 2
 END
 # Without a page cache there are no shared mappings.
 sed -E 's/^(mapread|mapwrite|invalidate) .*/\1 = 0/' /tmp/mmap.toml >/tmp/plain.toml
+sed 's/^posix_fallocate .*/posix_fallocate = 0/' /tmp/mmap.toml >/tmp/far.toml
 failed=0
 for share in /mnt/*; do
     case ${share##*/} in
         never | metadata) config=/tmp/plain.toml ;;
+        far) config=/tmp/far.toml ;;
         *) config=/tmp/mmap.toml ;;
     esac
     for seed in "$@"; do
@@ -38,6 +40,8 @@ for share in /mnt/*; do
             part=$((operations - done < most ? operations - done : most))
             if ! fsx -f "$config" -N "$part" -S "$((seed + done))" -P /tmp "$share/fsx-$seed" >/tmp/log 2>&1; then
                 echo "with -S $((seed + done)):"
+                # The error comes before the last operations.
+                grep -vE '^\S+ fsx\] +[0-9]+ ' /tmp/log || true
                 tail -n 30 /tmp/log
                 outcome=FAILED failed=1
             fi

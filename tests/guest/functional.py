@@ -936,6 +936,7 @@ def test_parallel_processes(d):
     for waiter in with_each:
         assert waiter.done_within(200), "a process failed"
         waiter.__exit__()
+    settle(d)
     equal(os.listdir(d), [])
 
 
