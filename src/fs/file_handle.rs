@@ -22,8 +22,7 @@ pub struct FileHandle {
 struct Mount {
     /// An open file of it.
     fd: OwnedFd,
-    /// It is NFS, whose client gives a file another name (.nfs...) instead of removing it while any descriptor refers
-    /// to it, O_PATH ones included.
+    /// See [`keeps_name`].
     renames: bool,
 }
 
@@ -37,10 +36,16 @@ impl FileHandle {
         sys::open_by_handle(self.mount.fd.as_fd(), &self.raw, flags.bits() as i32)
     }
 
-    /// Whether a descriptor that nobody needs does harm, since it keeps the file from being removed.
+    /// As [`keeps_name`], of its file.
     pub fn keeps_name(&self) -> bool {
         self.mount.renames
     }
+}
+
+/// Whether a descriptor that nobody needs does harm: the file is on NFS, whose client gives it another name (.nfs...)
+/// instead of removing it while any descriptor refers to it, O_PATH ones included. Until then its handle opens it.
+pub fn keeps_name(fd: BorrowedFd) -> bool {
+    fstatfs(fd).is_ok_and(|st| st.f_type == libc::NFS_SUPER_MAGIC)
 }
 
 /// An open file of each mount that has handles, by mount id. `None`: its handles do not last.

@@ -13,7 +13,7 @@ use rustix::process::{Resource, getrlimit};
 use super::config::FileHandles;
 use super::contents::Contents;
 use super::fd::{Birth, Key, identity, open_path, reopen, stat};
-use super::file_handle::{FileHandle, Mounts};
+use super::file_handle::{FileHandle, Mounts, keeps_name};
 use super::handle::{DirState, Listings};
 use super::kept::{GivenUp, Keeper, Kept};
 use super::sys;
@@ -367,17 +367,24 @@ impl Inode {
         Ok(())
     }
 
-    /// Holds the file, which is `name` in `dir`, by descriptor.
+    /// Holds the file, which is `name` in `dir` and is about to be removed, by descriptor. With `if_harmless`, not if
+    /// that [`keeps_name`].
     ///
     /// # Errors
     /// ESTALE if it is another file, ENFILE if there are too many descriptors.
-    pub fn hold(&self, places: &Places, dir: BorrowedFd, name: &CStr) -> Result<()> {
-        if matches!(*self.place.read_recursive(), Place::Fd(_)) {
-            return Ok(());
-        }
+    pub fn hold(self: &Arc<Self>, places: &Places, dir: BorrowedFd, name: &CStr, if_harmless: bool) -> Result<()> {
+        let is_lazy = match &*self.place.read_recursive() {
+            Place::Fd(_) => return Ok(()),
+            Place::Handle(handle) if if_harmless && handle.keeps_name() => return Ok(()),
+            place => matches!(place, Place::Name(..)),
+        };
         let fd = open_path(dir, name)?;
         if !self.is_of(&stat(fd.as_fd(), c"")?) {
             return Err(Errno::STALE);
+        }
+        if is_lazy && if_harmless && keeps_name(fd.as_fd()) {
+            self.settle(places);
+            return Ok(());
         }
         places.fits(fd.as_fd())?;
         // This very request may be using a directory: a rename of a directory's entry over the directory, which will

@@ -216,8 +216,9 @@ impl Inodes {
 
     /// To be called before the file `name` in `dir` loses this name. A file that only READDIRPLUS has named is opened.
     /// If this is the file's last name (`removed`), it is held by descriptor until the guest forgets it: the guest may
-    /// still ask for it, and no handle opens a file without a name.
-    pub fn pin(&self, places: &Places, dir: BorrowedFd, name: &CStr, removed: bool) {
+    /// still ask for it, and no handle opens a file without a name. On NFS it has a name as long as it is open, so it
+    /// is not held if the guest's opens have handles (`open_by_handle`).
+    pub fn pin(&self, places: &Places, dir: BorrowedFd, name: &CStr, removed: bool, open_by_handle: bool) {
         let unpinned = self.any_lazy.load(Ordering::Relaxed) || removed && places.use_handles();
         if !unpinned {
             return;
@@ -226,7 +227,7 @@ impl Inodes {
         let Some(inode) = self.peek(&st) else { return };
         // If this fails, the file is stale for the guest later.
         if removed && (st.stx_nlink <= 1 || inode.format() == libc::S_IFDIR) {
-            let _ = inode.hold(places, dir, name);
+            let _ = inode.hold(places, dir, name, open_by_handle);
         } else {
             inode.settle(places);
         }

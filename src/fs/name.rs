@@ -232,10 +232,14 @@ impl PassthroughFs {
         }
     }
 
+    fn pin(&self, dir: BorrowedFd, name: &CStr, removed: bool) {
+        self.inodes.pin(&self.places, dir, name, removed, self.gives_handles());
+    }
+
     fn remove(&self, parent: u64, name: &CStr, flags: AtFlags) -> Result<()> {
         self.writable()?;
         self.within(parent, name, |_, dir| {
-            self.inodes.pin(&self.places, dir, name, true);
+            self.pin(dir, name, true);
             unlinkat(dir, name, flags)
         })
     }
@@ -303,8 +307,8 @@ impl Names for PassthroughFs {
             self.within(newparent, newname, |new, newdir| {
                 // Whatever moves into it is watched then.
                 let moves = self.watch().map(|_| (self.sight(old, dir), self.sight(new, newdir)));
-                self.inodes.pin(&self.places, dir, name, false);
-                self.inodes.pin(&self.places, newdir, newname, !flags.contains(RenameFlags::EXCHANGE));
+                self.pin(dir, name, false);
+                self.pin(newdir, newname, !flags.contains(RenameFlags::EXCHANGE));
                 if flags.contains(RenameFlags::WHITEOUT) {
                     let _identity = self.act_trusted(by)?;
                     renameat_with(dir, name, newdir, newname, flags)?;
