@@ -9,7 +9,7 @@ export CARGO_NET_RETRY = 10
 SCRIPTS = vm-images/boot vm-images/setup.sh vm-images/build-* vm-images/lib.sh vm-images/linux-source.sh vm-images/guest/* .ci/run tests/run tests/demo \
 	guest-kernel/build fuzz/run fuzz/rustc tests/dependencies tests/documented examples/qemu tests/sanitized tests/miri \
 	packaging/build packaging/stage packaging/guest-kernel/apply packaging/deb/p* \
-	bench/xtask/scenes/fill bench/xtask/scenes/top tests/guest/demo-init tests/guest/*.sh tests/host/run-case tests/host/*.sh
+	bench/xtask/scenes/fill bench/xtask/scenes/top tests/guest/demo-init tests/guest/*.sh tests/host/machine tests/host/*-guest tests/host/run-case tests/host/*.sh
 
 .PHONY: all build tree tools guests images guest-kernel guest-kernel-debug demo unit quick test soak neighbours bench pictures check install \
 	programs static-programs packages clean fuzz fuzz-short asan tsan miri

@@ -15,7 +15,8 @@ use thruway_bench::frontend::{Frontend, Options};
 use virtio_queue::desc::split::Descriptor;
 use zerocopy::{FromBytes, IntoBytes};
 
-const LONG: Duration = Duration::from_secs(10);
+/// A limit on hangs.
+const LONG: Duration = Duration::from_secs(100);
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 

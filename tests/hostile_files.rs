@@ -17,7 +17,8 @@ use thruway::fuse::abi::*;
 use thruway_bench::frontend::{Frontend, Options, Token};
 use zerocopy::{FromBytes, IntoBytes};
 
-const LONG: Duration = Duration::from_secs(20);
+/// A limit on hangs.
+const LONG: Duration = Duration::from_secs(100);
 
 /// The id that system calls take to mean "leave it as it is".
 const NO_ID: u32 = u32::MAX;

@@ -283,7 +283,7 @@ fn a_mapped_file_is_no_place_for_a_message() {
         guest.write_descriptor(1, second, Descriptor::new(reply, 128, write, 0)).unwrap();
         guest.push_raw(1, first).unwrap();
         // An errno where there is room for one.
-        let (head, len) = guest.wait_raw(1, 10 * SOON).unwrap();
+        let (head, len) = guest.wait_raw(1, 100 * SOON).unwrap();
         assert!(head == u32::from(first) && (len == 0 || len == 16), "{len}");
     }
     ask(Opcode::Getattr, node, GetattrIn::default().as_bytes(), size_of::<AttrOut>()).unwrap();

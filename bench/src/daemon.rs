@@ -11,9 +11,9 @@ use tempfile::TempDir;
 use crate::Result;
 
 /// How long a daemon may take to make its socket.
-const START: Duration = Duration::from_secs(10);
+const START: Duration = Duration::from_secs(60);
 /// How long it may take to end after its frontend has gone.
-const END: Duration = Duration::from_secs(5);
+const END: Duration = Duration::from_secs(60);
 
 /// A daemon that was started here with its own share, or one that was running before.
 pub struct Daemon {

@@ -40,8 +40,8 @@ pub const MEMORY_BASE: u64 = 1 << 20;
 /// Alignment of rings, large buffers and allocations, in bytes: enough for O_DIRECT.
 const PAGE: u64 = 4096;
 
-/// Longest time that [`Frontend::request`] waits for a reply.
-const REQUEST_TIMEOUT: Duration = Duration::from_secs(20);
+/// Longest time that [`Frontend::request`] waits for a reply: a limit on hangs.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(100);
 
 /// Sizes of fuse_in_header and fuse_out_header in bytes, and the operation that opens a session
 /// (include/uapi/linux/fuse.h).

@@ -31,7 +31,8 @@ const WAIT: u32 = 1002;
 const SLOW: u32 = 1003;
 
 const SHORT: Duration = Duration::from_millis(150);
-const LONG: Duration = Duration::from_secs(10);
+/// A limit on hangs.
+const LONG: Duration = Duration::from_secs(100);
 
 /// A handler that the tests control.
 #[derive(Default)]
@@ -172,6 +173,15 @@ fn settle(frontend: &Frontend) {
 fn submit_many(frontend: &Frontend, n: usize, opcode: u32) {
     for _ in 0..n {
         frontend.submit(1, &[&frontend.header(opcode, 1, 0).1], &[16]).unwrap();
+    }
+}
+
+/// Waits until this is so.
+fn until(mut is_so: impl FnMut() -> bool) {
+    let end = Instant::now() + LONG;
+    while !is_so() {
+        assert!(Instant::now() < end);
+        thread::sleep(Duration::from_millis(1));
     }
 }
 
@@ -370,11 +380,11 @@ fn a_reset_device_gets_no_old_replies() {
 fn a_stop_waits_for_the_requests_under_way() {
     let (daemon, mut frontend) = pair(Options::default());
     submit_many(&frontend, 40, SLOW);
-    thread::sleep(Duration::from_millis(15));
+    until(|| daemon.handler.slow_done.load(Ordering::SeqCst) > 0);
     let base = frontend.stop_queue(1).unwrap();
     assert!((1..40).contains(&base));
     assert_eq!(usize::from(base), daemon.handler.slow_done.load(Ordering::SeqCst));
-    (0..base).for_each(|_| assert_eq!(frontend.wait(1, SHORT).unwrap().len, 16));
+    (0..base).for_each(|_| assert_eq!(frontend.wait(1, LONG).unwrap().len, 16));
     nothing_comes(&frontend);
     frontend.start_queue(1, base).unwrap();
     (base..40).for_each(|_| assert_eq!(frontend.wait(1, LONG).unwrap().len, 16));
@@ -387,7 +397,7 @@ fn a_disabled_ring_is_left_alone() {
 
     let (daemon, mut frontend) = pair(Options::default());
     submit_many(&frontend, 40, SLOW);
-    thread::sleep(Duration::from_millis(15));
+    until(|| daemon.handler.slow_done.load(Ordering::SeqCst) > 0);
     frontend.vhost().set_vring_enable(1, false).unwrap();
     let done = daemon.handler.slow_done.load(Ordering::SeqCst);
     thread::sleep(SHORT);
@@ -419,6 +429,8 @@ fn one_notification_serves_many_replies() {
     assert_eq!(frontend.stop_queue(1).unwrap(), 0);
     submit_many(&frontend, 16, ECHO);
     frontend.start_queue(1, 0).unwrap();
+    let used = GuestAddress(frontend.layout(1).used + 2);
+    until(|| frontend.memory().read_obj::<u16>(used).unwrap() == 16);
     thread::sleep(SHORT);
     assert_eq!(frontend.interrupts(1), 1);
 }
@@ -595,7 +607,7 @@ fn an_absurd_available_index_stops_only_its_queue() {
     frontend.memory().write_obj(30_000u16, GuestAddress(frontend.layout(62).available + 2)).unwrap();
     frontend.kick(62).unwrap();
     thread::sleep(SHORT);
-    assert!(sleeps("thruway-q61"));
+    until(|| sleeps("thruway-q61"));
     echo(&frontend, 61);
     assert_eq!(frontend.stop_queue(62).unwrap(), 1);
     frontend.clear_queue(62).unwrap();

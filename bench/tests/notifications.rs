@@ -39,7 +39,7 @@ const INVAL_ENTRY: i32 = 3;
 const INC_EPOCH: i32 = 8;
 
 /// A limit on hangs.
-const LONG: Duration = Duration::from_secs(30);
+const LONG: Duration = Duration::from_secs(100);
 
 /// Replies to each request with the name of the worker's thread, and loads any state.
 struct Namer;

@@ -62,7 +62,10 @@ enum Breach {
     OutOfRange(u16),
     InFlight(u16),
     /// The available index is here, and the device has taken the chains before `next`.
-    Index { at: u16, next: u16 },
+    Index {
+        at: u16,
+        next: u16,
+    },
 }
 
 impl fmt::Display for Breach {

@@ -53,9 +53,9 @@ const CONTENTS: u64 = libc::FAN_MODIFY | libc::FAN_CLOSE_WRITE;
 /// millisecond.
 const BUFFER: usize = 64 << 10;
 
-/// How long events wait after a read(2) that had own ones alone. A guest that writes causes one for each write, and each
-/// would wake the thread: 10 % fewer writes of 4 KiB in a QEMU guest. Events of one file become one while they wait. It
-/// is short beside the 10 ms within which a guest should see the host's changes.
+/// How long events wait after a read(2) that had own ones alone. A guest that writes causes one for each write, and
+/// each would wake the thread: 10 % fewer writes of 4 KiB in a QEMU guest. Events of one file become one while they
+/// wait. It is short beside the 10 ms within which a guest should see the host's changes.
 const REST: Timespec = Timespec { tv_sec: 0, tv_nsec: 1_000_000 };
 
 /// A change by another process, after the invalidations for it.

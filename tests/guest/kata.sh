@@ -30,6 +30,7 @@ container() {
     mount --bind "$into/sub" "$merged/sub"
     mount --bind "$into/hosts" "$merged/etc/hosts"
     # Load until the end.
+    # shellcheck disable=SC2016  # the inner shell's variables
     chroot "$merged" /bin/sh -c 'while :; do
         busybox find / -xdev -type f -exec busybox cat {} + >/dev/null
         for n in 1 2 3 4 5 6 7 8; do echo "$n" >/app/new-$n; busybox mv /app/new-$n /app/moved-$n; busybox rm /app/moved-$n; done

@@ -15,8 +15,8 @@ called() {
     fi
     (cd "${called_in:-/}" && exec setsid "$@") >"$work/daemons.logs/daemon-$name.log" 2>&1 </dev/null &
     daemons[$name]=$!
-    # 10 s: it needs milliseconds, or a second on a busy machine.
-    deadline=$((SECONDS + 10))
+    # 60 s: it needs milliseconds, or seconds on a busy machine.
+    deadline=$((SECONDS + 60))
     until [[ -S $work/sockets/$name ]]; do
         ((SECONDS < deadline)) || fail "the daemon of $name does not listen"
         sleep 0.02
@@ -39,11 +39,10 @@ share_of() {
 # Every caller's exact arguments, in one guest whose devices have the properties that the callers set.
 case_callers_commands() {
     local -A daemons=()
-    local called_guests=() called_features=() daemon name share sockets=$work/sockets
-    read -ra daemon <<<"$THRUWAY_DAEMON"
+    local called_guests=() called_features=() command daemon=$work/virtiofsd name share sockets=$work/sockets
+    read -ra command <<<"$THRUWAY_DAEMON"
     # Users other than root must be able to read it, and the checkout may be in root's own directory.
-    install -m 755 "${daemon[0]}" "$work/virtiofsd"
-    daemon=$work/virtiofsd
+    install -m 755 "${command[0]}" "$daemon"
     mkdir -p "$work/shares" "$sockets" "$work/daemons.logs"
     chmod 777 "$sockets"
 
@@ -123,8 +122,8 @@ assert backend["type"] == "fs" and backend["binary"].startswith("/"), backend' <
     guest callers --kind qemu --properties queue-size=1024 "${called_guests[@]}" "$guest_dir/callers.py" "${called_features[@]}"
     for name in "${!daemons[@]}"; do
         (cd "$work/shares/$name" && sha256sum --quiet -c sum) || fail "the host sees other contents in the share of $name"
-        # 5 s: it only has to end. Callers count on it.
-        wait_gone 5 "${daemons[$name]}" || fail "the daemon of $name did not end with its guest"
+        # 60 s: it only has to end. Callers count on it.
+        wait_gone 60 "${daemons[$name]}" || fail "the daemon of $name did not end with its guest"
         wait "${daemons[$name]}" || fail "the daemon of $name ended with status $?"
     done
     [[ ! -s $work/daemons.logs/daemon-podman.log ]] || fail "Podman's daemon is not quiet: $(<"$work/daemons.logs/daemon-podman.log")"
@@ -138,9 +137,9 @@ assert backend["type"] == "fs" and backend["binary"].startswith("/"), backend' <
 # in_callers SCRIPT: runs it as root of a Debian system with libvirt, virtme-ng and the daemon, in namespaces of its own. $work is /work
 # there, and what guests boot from is in /tree. All its processes end with it.
 in_callers() {
-    local tree callers
+    local guest_tree callers daemon
     "$root/vm-images/setup.sh" callers
-    tree=$(. "$root/vm-images/lib.sh" && tree_dir)
+    guest_tree=$(. "$root/vm-images/lib.sh" && tree_dir)
     callers=$(. "$root/vm-images/lib.sh" && callers_dir)
     read -ra daemon <<<"$THRUWAY_DAEMON"
     # shellcheck disable=SC2016  # the inner shell's
@@ -163,15 +162,15 @@ in_callers() {
         cp "$json" usr/share/qemu/vhost-user/
         cp "$tree/vmlinux" "usr/lib/modules/$(ls usr/lib/modules | grep cloud)/vmlinuz"
         exec env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8 chroot . /bin/bash -eu "/work/$script"' \
-        in_callers "$tree" "$callers" "$work" "${daemon[0]}" "$root/50-thruway.json" "$1" &
+        in_callers "$guest_tree" "$callers" "$work" "${daemon[0]}" "$root/50-thruway.json" "$1" &
     callers_pid=$!
 }
 
 # libvirt finds the daemon by its file, starts it for two shares, and ends with it.
 case_callers_libvirt() {
     local callers_pid kind=qemu arguments=(found:submount asked:xattr:submount) tags=(found asked) mount_options='' mount_shares=yes
-    local host_disk=/dev/vdb tools_disk='' tree
-    tree=$(. "$root/vm-images/lib.sh" && tree_dir)
+    local host_disk=/dev/vdb tools_disk='' guest_tree
+    guest_tree=$(. "$root/vm-images/lib.sh" && tree_dir)
     mkdir -p "$work/shares" "$work/tree" "$work/initramfs/boot" "$work/libvirt.logs"
     share_of found >/dev/null
     share_of asked >/dev/null
@@ -180,7 +179,7 @@ case_callers_libvirt() {
     cp "$root/vm-images/guest/initramfs" "$work/initramfs/init"
     cp "$guest_dir/callers.py" "$work/initramfs/boot/script"
     declare -p kind arguments tags mount_options mount_shares host_disk tools_disk >"$work/initramfs/boot/settings"
-    (cd "$work/initramfs" && find . | cpio --quiet -o -H newc) | cat "$tree/initramfs" - >"$work/initrd"
+    (cd "$work/initramfs" && find . | cpio --quiet -o -H newc) | cat "$guest_tree/initramfs" - >"$work/initrd"
     mkfs.erofs "$work/host.erofs" "$guest_dir" >/dev/null
     cp "$root/tests/host/libvirt.xml" "$root/tests/host/libvirt-guest" "$work/"
     in_callers libvirt-guest

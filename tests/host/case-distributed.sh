@@ -82,7 +82,7 @@ brick_pid() {
 # far_share NAME MOUNT: makes a directory of the volume, and sets $share to it.
 far_share() {
     share=$far_root/mnt/$2/$1
-    mkdir -p -m 755 "$share"
+    mkdir -m 755 "$share"
 }
 
 # 5 s: the guest keeps attributes for 1 s, and the host's mount for another; the rest is for a busy machine.
@@ -182,7 +182,9 @@ suites_agree() {
     local check=$far_root/tmp/check
     shift 2
     mapfile -t names < <(sed -n 's/^def test_\([a-z0-9_]*\)(.*/\1/p' "$guest_dir/functional.py" | grep -vxF "$left_out")
-    mkdir -m 755 -p "$far_root"/mnt/a/{mount,guest}/{f,p} "$far_root"/mnt/s "$check"
+    mkdir "$far_root"/mnt/{s,a/mount,a/guest} "$check"
+    mkdir "$far_root"/mnt/a/{mount,guest}/{f,p}
+    chmod 755 "$far_root"/mnt/a/{mount,guest}{,/f,/p}
     cp "$guest_dir"/{check,functional}.py "$guest_dir/pjdfstest.sh" "$check/"
     sed -i 's#"/host"#"/tmp/check"#' "$check/functional.py"
     there env "TEST_LIMIT=$limit" python3 /tmp/check/functional.py /mnt/a/mount/f "${names[@]}" >"$work/functional-mount.out" || true

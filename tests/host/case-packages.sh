@@ -60,7 +60,7 @@ start_systemd() {
     # 60 s: it needs two or three.
     until printf -v "machine_$1" '%d' "$(cat "/proc/$outer"/task/*/children 2>/dev/null | tr -d ' ')" && [[ -S $base/root/run/systemd/private ]] &&
         [[ $(in_machine "$1" systemctl is-system-running) == running ]]; do
-        ((SECONDS < deadline)) && kill -0 "$outer" 2>/dev/null ||
+        { ((SECONDS < deadline)) && kill -0 "$outer" 2>/dev/null; } ||
             fail "systemd did not start in $1: $(in_machine "$1" systemctl --failed 2>&1; tail -n 5 "$base/systemd.log")"
         sleep 0.1
     done
@@ -75,7 +75,7 @@ stop_systemd() {
     local pid=machine_$1
     # SIGRTMIN+4 is systemd's power off.
     kill -s RTMIN+4 "${!pid}"
-    wait_gone 20 "${!pid}" || fail "systemd of $1 does not end"
+    wait_gone 60 "${!pid}" || fail "systemd of $1 does not end"
     find "$(findmnt -n -o TARGET -t cgroup2 | head -n 1)/thruway-test-$$-$1" -depth -type d -exec rmdir {} +
 }
 
@@ -103,7 +103,7 @@ serve() {
 
 # session_ended NAME: the guest has gone, and so does its daemon, which has logged no error. The socket stays.
 session_ended() {
-    local deadline=$((SECONDS + 10))
+    local deadline=$((SECONDS + 60))
     while [[ $(in_machine "$1" systemctl is-active thruwayd@data.service) != inactive ]]; do
         ((SECONDS < deadline)) || fail "the daemon stayed: $(in_machine "$1" systemctl status --lines=20 thruwayd@data.service 2>&1)"
         sleep 0.1
@@ -139,6 +139,7 @@ deb_package() {
         fail 'the units are not valid'
     in_machine deb systemd-analyze security --offline=true --no-pager --threshold="$exposure" /tmp/units/thruwayd@data.service \
         >"$work/security" || fail "the unit is exposed more than before: $(grep -v '✓' "$work/security")"
+    # shellcheck disable=SC2016  # the inner shell's variables
     in_machine deb bash -c 'thruway --version && thruwayd=$(sed -n "s/.*\"binary\": \"\(.*\)\",/\1/p" /usr/share/qemu/vhost-user/50-thruway.json) &&
         $thruwayd --print-capabilities' || fail 'the programs do not run'
 
@@ -252,7 +253,7 @@ soak_packages_all() {
     rpm_package "$out"/thruway-*.rpm
     static_tarball "$out"/thruway-*-static-*.tar.gz
     container_image "$out/container"
-    cargo install --quiet --locked --path "$root" --root "$work/cargo" && "$work/cargo/bin/thruwayd" --version || fail 'cargo install failed'
+    { cargo install --quiet --locked --path "$root" --root "$work/cargo" && "$work/cargo/bin/thruwayd" --version; } || fail 'cargo install failed'
     patches_apply "$out"/thruway-guest-kernel-*.tar.gz
 }
 
@@ -267,7 +268,7 @@ bare_root() {
 
 # run_bare NAME COMMAND...: the daemon with the tree as its root, in namespaces of its own; then a guest uses it.
 run_bare() {
-    local name=$1 socket=$work/$1/root/run/thruway/fs.sock deadline=$((SECONDS + 10))
+    local name=$1 socket=$work/$1/root/run/thruway/fs.sock deadline=$((SECONDS + 60))
     shift
     # shellcheck disable=SC2016  # the inner shell's variables
     setsid unshare --mount --pid --net --ipc --uts --fork --kill-child bash -c '
@@ -313,7 +314,9 @@ patches_apply() (
     mkdir -p "$work/patches" "$linux"
     tar -C "$work/patches" -xf "$1"
     . "$root/vm-images/lib.sh"
-    private_apt "$apt" && cd "$apt" && APT_CONFIG=$apt/apt.conf apt-get --quiet download linux-source-7.2/trixie-backports ||
+    private_apt "$apt"
+    cd "$apt" || return
+    APT_CONFIG=$apt/apt.conf apt-get --quiet download linux-source-7.2/trixie-backports ||
         APT_CONFIG=$apt/apt.conf apt-get --quiet download linux-source-7.2
     dpkg-deb -x linux-source-*.deb "$apt"
     tar -xf "$apt"/usr/src/linux-source-7.2.tar.xz -C "$linux" --strip-components=1

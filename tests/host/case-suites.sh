@@ -140,7 +140,7 @@ stress_case() {
 case_stress_uml() { stress_case uml "$(pick 2 60)" $main_stressors; }
 # shellcheck disable=SC2086
 case_stress_more() { stress_case uml "$(pick 1 5)" $more_stressors; }
-# shellcheck disable=SC2086
+# shellcheck disable=SC2046
 case_stress_qemu() { stress_case qemu "$(pick 1 60)" $(pick 'dentry rename flock xattr iomix' "$main_stressors"); }
 
 # Locks that reach the host. Not lockf and lockmix: there, a process that holds a lock kills one that waits for it, and waits for

@@ -123,9 +123,9 @@ wait_line() {
 # in_qemu_machine FUNCTION: runs a function of the cases in a QEMU guest, and boots its guests there by User-Mode Linux. Debian's kernel has
 # what few hosts' kernels have: both sides of NFS, and quotas.
 in_qemu_machine() {
-    local layers cache daemon
+    local layers cached daemon
     "$root/vm-images/setup.sh" distributed
-    cache=$(. "$root/vm-images/lib.sh" && echo "$cache")
+    cached=$(. "$root/vm-images/lib.sh" && echo "$cache")
     layers=$(. "$root/vm-images/lib.sh" && echo "$(distributed_dir)/root:$(tree_dir)/root")
     mkdir -p "$work/machine/target/release"
     cp -r "$root/tests" "$root/vm-images" "$work/machine/"
@@ -133,7 +133,7 @@ in_qemu_machine() {
     install "${daemon[0]}" "$work/machine/target/release/thruwayd"
     # 3 hours: a machine of two emulated CPUs boots guests, and runs whole suites in them.
     "$boot" --kind qemu --cpus 2 --mem 3072 --timeout 10800 --log-dir "$work/machine.logs" --ro-dir "$work/machine" \
-        --share "cache=$cache" --daemon-args '--readonly --cache=always' \
-        "$root/tests/host/machine" "${layers//"$cache"//mnt/cache}" "$1" || exit 1
+        --share "cache=$cached" --daemon-args '--readonly --cache=always' \
+        "$root/tests/host/machine" "${layers//"$cached"//mnt/cache}" "$1" || exit 1
     logs_are_clean "$work/machine.logs"
 }
