@@ -83,7 +83,8 @@ fn id_rule(text: &str) -> Option<(Option<IdRule>, Option<IdRule>)> {
         }
     }
     let most = u64::from(u32::MAX);
-    let fits = |first: u64, count: u64| count > 0 && first + count <= most;
+    // A range may be empty.
+    let fits = |first: u64, count: u64| first + count <= most;
     match (kind.as_str(), &numbers[..]) {
         ("forbid-guest", &[from, count]) => fits(from, count).then_some((Some(("forbid", from, 0, count)), None)),
         ("squash-guest", &[from, to, count]) if fits(from, count) && to < most => {
@@ -103,7 +104,7 @@ fn id_rule(text: &str) -> Option<(Option<IdRule>, Option<IdRule>)> {
 }
 
 fn overlap(rules: &[IdRule]) -> bool {
-    let meet = |a: &IdRule, b: &IdRule| a.1 < b.1 + b.3 && b.1 < a.1 + a.3;
+    let meet = |a: &IdRule, b: &IdRule| a.1.max(b.1) < (a.1 + a.3).min(b.1 + b.3);
     rules.iter().enumerate().any(|(n, a)| rules[..n].iter().any(|b| meet(a, b)))
 }
 
