@@ -686,10 +686,7 @@ fn frontends_come_one_after_the_other() {
         }
         drop(frontend);
         daemon.handler.await_ended(round + 1);
-        let end = Instant::now() + LONG;
-        while daemon.handler.resets.load(Ordering::SeqCst) <= round && Instant::now() < end {
-            thread::sleep(Duration::from_millis(1));
-        }
+        until(|| daemon.handler.resets.load(Ordering::SeqCst) > round);
         assert_eq!(daemon.handler.resets.load(Ordering::SeqCst), round + 1);
     }
     assert!(names.len() == 3 && names.values().all(|n| *n == 5));

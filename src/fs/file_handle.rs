@@ -23,7 +23,7 @@ struct Mount {
     /// An open file of it.
     fd: OwnedFd,
     /// See [`keeps_name`].
-    renames: bool,
+    keeps_name: bool,
 }
 
 impl FileHandle {
@@ -38,7 +38,7 @@ impl FileHandle {
 
     /// As [`keeps_name`], of its file.
     pub fn keeps_name(&self) -> bool {
-        self.mount.renames
+        self.mount.keeps_name
     }
 }
 
@@ -80,8 +80,7 @@ impl Mounts {
         }
         // FUSE names a file by what the kernel has in its cache. Once the kernel drops the file from there, the handle
         // is stale, unless the server can find it again (FUSE_EXPORT_SUPPORT), which cannot be seen from outside.
-        let kind = fstatfs(fd)?.f_type;
-        if kind == libc::FUSE_SUPER_MAGIC {
+        if fstatfs(fd)?.f_type == libc::FUSE_SUPER_MAGIC {
             self.0.insert(id, None);
             return Err(Errno::OPNOTSUPP);
         }
@@ -92,7 +91,8 @@ impl Mounts {
         }
         // NONBLOCK: does not wait for the holder of a lease.
         let fd = reopen(fd, OFlags::RDONLY | OFlags::NONBLOCK)?;
-        let mount = Arc::new(Mount { fd, renames: kind == libc::NFS_SUPER_MAGIC });
+        let keeps_name = keeps_name(fd.as_fd());
+        let mount = Arc::new(Mount { fd, keeps_name });
         self.0.insert(id, Some(Arc::downgrade(&mount)));
         Ok((mount, true))
     }

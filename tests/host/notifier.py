@@ -144,10 +144,11 @@ class Device:
         if sent:
             self.signal(queue)
 
-    def check_stop(self, queue):
+    def stop(self, queue):
         """The driver takes back its buffers, which moves the available index back, after it has stopped the queue."""
         if queue.descriptors and self.number("<H", queue.available + 2) - queue.seen & 0x8000:
             sys.exit("the driver took back its buffers while the queue was running")
+        queue.descriptors = 0
 
     def command(self, words):
         name, *rest = words
@@ -353,8 +354,7 @@ class Device:
             offset, length, _ = struct.unpack_from("<III", body)
             return self.answer(request, body[:12] + self.config.ljust(4096, b"\0")[offset : offset + length])
         if request == GET_BASE:
-            self.check_stop(queue)
-            queue.descriptors = 0
+            self.stop(queue)
             return self.answer(request, struct.pack("<II", word, queue.next))
         if request == SET_FEATURES:
             self.notifies = value & 1 != 0
@@ -373,8 +373,7 @@ class Device:
             queue.done = self.number("<H", queue.used + 2)
         elif request == SET_ENABLE:
             if not struct.unpack_from("<II", body)[1]:
-                self.check_stop(queue)
-                queue.descriptors = 0
+                self.stop(queue)
         elif request == SET_KICK:
             queue.kick = files[0] if files else None
         elif request == SET_CALL:
