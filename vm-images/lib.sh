@@ -33,7 +33,7 @@ guest_kernel_dir() {
 guest_kernel=$here/../guest-kernel
 # The series of guest-kernel in the order in which they apply. Each needs those before it, if they are there. The first thus
 # applies to plain Linux.
-guest_series=(notification passthrough lease fsnotify)
+guest_series=(fixes notification passthrough lease fsnotify)
 # These apply to every kernel that is built from source.
 guest_patches=()
 for series in "${guest_series[@]}"; do
