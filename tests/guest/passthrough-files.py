@@ -139,6 +139,31 @@ def pages_in_a_pipe():
     os.close(writer)
 
 
+def truncated_while_in_use():
+    """A truncation waits for a page that is in a pipe. A direct read that takes more of the pages that go gets them."""
+    path = make("cut")
+    fd, disk, disk_pages = os.open(path, os.O_RDWR), os.open("/dev/vda", os.O_RDONLY | os.O_DIRECT), os.open("/dev/vda", os.O_RDONLY)
+    reader, writer = os.pipe()
+    with mapped(path, SIZE, writable=True) as view, memoryview(view) as buffer, buffer[SIZE - 65536 :] as rest:
+        piece = Iovec(address(view) + SIZE - (1 << 20), 4096)
+        equal(call("vmsplice", writer, ctypes.byref(piece), 1, 0), 4096)
+        child = os.fork()
+        if child == 0:
+            os.ftruncate(fd, 65536)
+            os._exit(0)
+        while read(f"/proc/{child}/stat").rpartition(b")")[2].split()[0] != b"S":
+            time.sleep(0.01)
+        equal(os.preadv(disk, [rest], 0), len(rest))
+        equal(rest, os.pread(disk_pages, len(rest), 0))
+        equal(os.waitpid(child, os.WNOHANG), (0, 0))
+    equal(os.read(reader, 4096), pattern(SIZE)[-(1 << 20) :][:4096])
+    equal(os.waitpid(child, 0), (child, 0))
+    equal(os.fstat(fd).st_size, 65536)
+    for descriptor in fd, disk, disk_pages, reader, writer:
+        os.close(descriptor)
+    os.unlink(path)
+
+
 def growth_past_a_pinned_page():
     """A file outgrows its slot while a page of it is in a pipe that nobody reads."""
     path = make("pinned")
@@ -652,6 +677,23 @@ def remounted():
     os.close(fd)
 
 
+def unmounted_with_a_page_in_a_pipe():
+    """umount(8) does not wait for the pipe. The page keeps its contents until the pipe is read."""
+    path = make("late")
+    reader, writer = os.pipe()
+    with mapped(path, SIZE, writable=True) as view:
+        piece = Iovec(address(view), 4096)
+        equal(call("vmsplice", writer, ctypes.byref(piece), 1, 0), 4096)
+    umount("s")
+    mount("s")
+    write(f"{S}/other", pattern(SIZE, 2))
+    equal(read(f"{S}/other"), pattern(SIZE, 2))
+    equal(os.read(reader, 4096), pattern(4096))
+    equal(read(path), pattern(SIZE))
+    os.close(reader)
+    os.close(writer)
+
+
 mount("meet")
 mount("s")
 parts = (
@@ -659,6 +701,7 @@ parts = (
     (mapped_every_way,),
     (buffers_in_the_window,),
     (pages_in_a_pipe,),
+    (truncated_while_in_use,),
     (growth_past_a_pinned_page,),
     (asynchronous,),
     (registered,),
@@ -677,6 +720,7 @@ parts = (
     (unlinked,),
     (many_files,),
     (remounted,),
+    (unmounted_with_a_page_in_a_pipe,),
     (times,),
     (times_and_requests,),
 )
