@@ -128,12 +128,8 @@ def buffers_in_the_window():
 def pages_in_a_pipe():
     """Pages held by vmsplice(2) keep their contents when the file is closed and truncated."""
     path = make("pipe", b"q" * 65536)
-    reader, writer = os.pipe()
     with mapped(path, 65536, writable=True) as view:
-        start = ctypes.c_char.from_buffer(view)
-        piece = Iovec(ctypes.addressof(start), 4096)
-        equal(call("vmsplice", writer, ctypes.byref(piece), 1, 0), 4096)
-        del start
+        reader, writer = page_in_a_pipe(view)
     equal(os.read(reader, 4096), b"q" * 4096)
     os.close(reader)
     os.close(writer)
@@ -142,24 +138,21 @@ def pages_in_a_pipe():
 def truncated_while_in_use():
     """A truncation waits for a page that is in a pipe. A direct read that takes more of the pages that go gets them."""
     path = make("cut")
-    fd, disk, disk_pages = os.open(path, os.O_RDWR), os.open("/dev/vda", os.O_RDONLY | os.O_DIRECT), os.open("/dev/vda", os.O_RDONLY)
-    reader, writer = os.pipe()
+    fd = os.open(path, os.O_RDWR)
     with mapped(path, SIZE, writable=True) as view, memoryview(view) as buffer, buffer[SIZE - 65536 :] as rest:
-        piece = Iovec(address(view) + SIZE - (1 << 20), 4096)
-        equal(call("vmsplice", writer, ctypes.byref(piece), 1, 0), 4096)
+        reader, writer = page_in_a_pipe(view, SIZE - (1 << 20))
         child = os.fork()
         if child == 0:
             os.ftruncate(fd, 65536)
             os._exit(0)
         while read(f"/proc/{child}/stat").rpartition(b")")[2].split()[0] != b"S":
             time.sleep(0.01)
-        equal(os.preadv(disk, [rest], 0), len(rest))
-        equal(rest, os.pread(disk_pages, len(rest), 0))
+        read_disk(rest)
         equal(os.waitpid(child, os.WNOHANG), (0, 0))
     equal(os.read(reader, 4096), pattern(SIZE)[-(1 << 20) :][:4096])
     equal(os.waitpid(child, 0), (child, 0))
     equal(os.fstat(fd).st_size, 65536)
-    for descriptor in fd, disk, disk_pages, reader, writer:
+    for descriptor in fd, reader, writer:
         os.close(descriptor)
     os.unlink(path)
 
@@ -168,10 +161,8 @@ def growth_past_a_pinned_page():
     """A file outgrows its slot while a page of it is in a pipe that nobody reads."""
     path = make("pinned")
     fd = os.open(path, os.O_RDWR)
-    reader, writer = os.pipe()
     with mapped(path, SIZE, writable=True) as view:
-        piece = Iovec(address(view), 4096)
-        equal(call("vmsplice", writer, ctypes.byref(piece), 1, 0), 4096)
+        reader, writer = page_in_a_pipe(view)
     piece = pattern(1 << 20, 2)
     for at in range(SIZE, 40 << 20, 1 << 20):
         equal(os.pwrite(fd, piece, at), 1 << 20)
@@ -680,10 +671,8 @@ def remounted():
 def unmounted_with_a_page_in_a_pipe():
     """umount(8) does not wait for the pipe. The page keeps its contents until the pipe is read."""
     path = make("late")
-    reader, writer = os.pipe()
     with mapped(path, SIZE, writable=True) as view:
-        piece = Iovec(address(view), 4096)
-        equal(call("vmsplice", writer, ctypes.byref(piece), 1, 0), 4096)
+        reader, writer = page_in_a_pipe(view)
     umount("s")
     mount("s")
     write(f"{S}/other", pattern(SIZE, 2))

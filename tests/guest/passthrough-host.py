@@ -8,7 +8,6 @@ import signal
 import sys
 
 sys.path.insert(0, "/host")
-from rings import address
 from window import *
 
 truncations = int(sys.argv[1])
@@ -89,10 +88,8 @@ def pinned():
     """The host truncates a file while a page of it is in a pipe. Other files get no memory that the page may still show."""
     path = make("pinned")
     fd = os.open(path, os.O_RDWR)
-    reader, writer = os.pipe()
     with mapped(path, SIZE, writable=True) as view:
-        piece = Iovec(address(view), 4096)
-        equal(call("vmsplice", writer, ctypes.byref(piece), 1, 0), 4096)
+        reader, writer = page_in_a_pipe(view)
     timed(": >pinned")
     seen("that the pinned file is empty", lambda: os.fstat(fd).st_size, 0)
     # More than the window has room for.
@@ -114,16 +111,13 @@ def held():
     """A direct read gets all pages of its buffer while a revocation waits for one that is in use: it could be its own."""
     path = make("held")
     fd = os.open(path, os.O_RDWR)
-    reader, writer = os.pipe()
     with mapped(path, SIZE, writable=True) as view:
-        piece = Iovec(address(view), 4096)
-        equal(call("vmsplice", writer, ctypes.byref(piece), 1, 0), 4096)
+        reader, writer = page_in_a_pipe(view)
         # The guest must let go, since its stores may have no room now. The daemon waits for that without a limit.
         # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
         call("fallocate", fd, 3, ctypes.c_long(SIZE - 4096), ctypes.c_long(4096))
         with memoryview(view) as buffer, buffer[4096:65536] as rest:
-            equal(os.preadv(disk, [rest], 0), len(rest))
-            equal(rest, os.pread(disk_pages, len(rest), 0))
+            read_disk(rest)
         equal(os.read(reader, 4096), pattern(4096))
         # The guest has let go of all by then.
         view[SIZE - 1] = 1
@@ -196,7 +190,7 @@ def under_load(command):
     equal(host("head -c 6 load"), "guestx")
 
 
-disk, disk_pages = os.open("/dev/vda", os.O_RDONLY | os.O_DIRECT), os.open("/dev/vda", os.O_RDONLY)
+disk = os.open("/dev/vda", os.O_RDONLY | os.O_DIRECT)
 mount("meet")
 mount("s")
 steps(

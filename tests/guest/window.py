@@ -9,6 +9,7 @@ import time
 from contextlib import contextmanager
 
 from check import *
+from rings import address
 
 S, MEET = "/mnt/s", "/mnt/meet"
 # The guest maps this many bytes at once.
@@ -106,6 +107,23 @@ def mapped(path, size, writable=False):
         yield view
     finally:
         view.close()
+
+
+def page_in_a_pipe(view, at=0):
+    """Puts a page of a writable mapping into a new pipe, which then holds it: vmsplice(2). Returns the pipe's two ends."""
+    reader, writer = os.pipe()
+    piece = Iovec(address(view, at), 4096)
+    equal(call("vmsplice", writer, ctypes.byref(piece), 1, 0), 4096)
+    return reader, writer
+
+
+def read_disk(buffer):
+    """Reads all of a buffer from the guest's disk by O_DIRECT, and compares it with what the page cache has."""
+    disk, pages = os.open("/dev/vda", os.O_RDONLY | os.O_DIRECT), os.open("/dev/vda", os.O_RDONLY)
+    equal(os.preadv(disk, [buffer], 0), len(buffer))
+    equal(buffer, os.pread(pages, len(buffer), 0))
+    os.close(disk)
+    os.close(pages)
 
 
 def read_mapped(path):
