@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Prints the microseconds that the first touch of each 2 MiB range takes, as JSON: first-touch.py FILE."""
+"""Prints the microseconds that the first touch of each of RANGES ranges of 2 MiB takes, as JSON:
+first-touch.py FILE RANGES."""
 
 import json
 import mmap
@@ -14,7 +15,7 @@ LIVE = 64
 with open(sys.argv[1], "rb") as file:
     view = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
 times = []
-for at in range(0, len(view), RANGE):
+for at in range(0, min(int(sys.argv[2]) * RANGE, len(view)), RANGE):
     start = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
     view[at]
     times.append((time.clock_gettime_ns(time.CLOCK_MONOTONIC) - start) / 1000)

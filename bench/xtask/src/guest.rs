@@ -185,7 +185,7 @@ fn job_line(job: &Job) -> String {
             format!("{} fio {arguments} --numjobs={jobs} --size={part}% --offset_increment={part}%", job.name)
         }
         Measure::Meta(arguments) => format!("{} meta {arguments}", job.name),
-        Measure::FirstTouch => format!("{} first-touch", job.name),
+        Measure::FirstTouch(ranges) => format!("{} first-touch {ranges}", job.name),
         Measure::Build => format!("{} build", job.name),
         Measure::Names(arguments) => format!("{} names {arguments}", job.name),
         Measure::Seen(arguments) => format!("{} seen {arguments}", job.name),
@@ -256,7 +256,7 @@ fn figure(measure: &Measure, json: &str) -> Option<f64> {
     let figure = match measure {
         Measure::Fio(..) => json["jobs"].as_array()?.iter().map(iops).sum::<Option<f64>>()?,
         Measure::Build | Measure::Meta(_) | Measure::Names(_) | Measure::Seen(_) => json.as_f64()?,
-        Measure::FirstTouch => median(&json.as_array()?.iter().map(Value::as_f64).collect::<Option<Vec<_>>>()?),
+        Measure::FirstTouch(_) => median(&json.as_array()?.iter().map(Value::as_f64).collect::<Option<Vec<_>>>()?),
     };
     (figure > 0.0).then_some(figure)
 }

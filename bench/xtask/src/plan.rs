@@ -89,8 +89,8 @@ pub enum Measure {
     /// I/O operations per second, by fio with these arguments and this many jobs. Each works on its own part of the
     /// file.
     Fio(&'static str, u32),
-    /// The median that `first-touch.py` reports, in µs.
-    FirstTouch,
+    /// The median that `first-touch.py` reports, in µs. It touches this many ranges of 2 MiB, and times them after 64.
+    FirstTouch(u32),
     /// The time that `build.py` reports, in seconds. Requests are counted too.
     Build,
     /// Operations per second, by `meta.py` with these arguments.
@@ -106,7 +106,7 @@ impl Measure {
     pub fn unit(&self) -> &'static str {
         match self {
             Self::Fio(..) => "IOPS",
-            Self::FirstTouch => "µs",
+            Self::FirstTouch(_) => "µs",
             Self::Build | Self::Names(_) => "s",
             Self::Meta(_) => "ops/s",
             Self::Seen(_) => "ms",
@@ -130,7 +130,7 @@ pub const FIRST_OPEN: &str = "first-open";
 pub const SETUPMAPPING: &str = "setupmapping";
 
 /// SETUPMAPPING is timed with this many live mappings: from the target's 64 to the last that `first-touch.py` makes.
-pub const SETUPMAPPING_LIVE: std::ops::Range<u64> = 64..128;
+pub const SETUPMAPPING_LIVE: std::ops::Range<u64> = 64..96;
 
 /// The kernel that `guest-kernel/build` builds.
 pub const GUEST_KERNEL: &str = "target/guest-kernel/bzImage";
@@ -195,7 +195,8 @@ const STOCK: Table = Table {
         fio("randread", "read 4k, random", "--rw=randread --bs=4k --ioengine=psync"),
         fio("randwrite", "write 4k, random", "--rw=randwrite --bs=4k --ioengine=psync"),
         fio("mmap-randread", "mmap read 4k, random", "--rw=randread --bs=4k --ioengine=mmap"),
-        Job { name: "first-touch", title: "first touch of a 2 MiB range, p50", measure: Measure::FirstTouch },
+        // Hardly more than 64 mappings are live at the end.
+        Job { name: "first-touch", title: "first touch of a 2 MiB range, p50", measure: Measure::FirstTouch(96) },
     ],
 };
 
@@ -276,7 +277,8 @@ const PATCHED: Table = Table {
         fio("read-128k", "read 128k, sequential", "--rw=read --bs=128k --ioengine=psync"),
         fio("randread-128k", "read 128k, random", "--rw=randread --bs=128k --ioengine=psync"),
         fio("randwrite-128k", "overwrite 128k, random", "--rw=randwrite --bs=128k --ioengine=psync"),
-        Job { name: "first-touch", title: "first touch of a 2 MiB range, p50", measure: Measure::FirstTouch },
+        // All of the file: 32 touches take half a millisecond, and one interruption would decide.
+        Job { name: "first-touch", title: "first touch of a 2 MiB range, p50", measure: Measure::FirstTouch(512) },
     ],
 };
 

@@ -122,10 +122,10 @@ jobs, each works on its own part of the file. The rows from *create* to *unlink*
 process. Small files are `names.py`. git runs with GIT_OPTIONAL_LOCKS=0, as editors run it, since a lock file takes
 messages. *Changes on the host* are `seen.py`: the host sets a file's modification time to the present every 25 ms, and
 the guest looks how late it sees each of these changes. It sets the difference of the two clocks right first, to within
-the time that a reply takes. *First touch* maps a file, reads one byte in each range of 2 MiB, and takes the
-median of all reads but the first 64. With a DAX window, such a read costs a page fault and a SETUPMAPPING with 64 to
-127 live mappings; without one, a read with its readahead. The time of SETUPMAPPING itself is measured in the daemon,
-until the mapping is in the guest's memory.
+the time that a reply takes. *First touch* maps a file and reads one byte in each range of 2 MiB:
+96 ranges of the file of 256 MiB, all 512 of the file of 1 GiB. It takes the median of all reads but the first 64. With
+a DAX window, such a read costs a page fault and a SETUPMAPPING with 64 to 95 live mappings; without one, a read with
+its readahead. The time of SETUPMAPPING itself is measured in the daemon, until the mapping is in the guest's memory.
 
 **Caches.** Before each job the guest drops what it has cached of the share; the host's cache stays. What the job itself
 brings into the guest's cache stays, as it does for users, except that fio drops it (all but mapped pages) when it
