@@ -72,6 +72,17 @@ case_killed_uml() { killed_and_gone uml; }
 case_killed_qemu() { killed_and_gone qemu; }
 case_killed_writeback() { killed_and_gone uml --writeback; }
 
+# Most of these children get the signal before they run sleep(1).
+case_ended_children() {
+    local number
+    for ((number = 0; number < 100; number++)); do
+        sleep 1 &
+        kill $!
+    done
+    wait || true
+    [[ -d $work ]] || fail 'a child has cleaned up'
+}
+
 case_keep_alive() {
     killed uml --keep-alive
     local round

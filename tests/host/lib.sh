@@ -15,6 +15,8 @@ chmod 755 "$work"
 # shellcheck disable=SC2317  # called by the trap
 clean_up() {
     local pid
+    # A child that gets a signal before it runs its program comes here, too: bash(1) runs the traps in it.
+    [[ $BASHPID == "$$" ]] || return 0
     trap - EXIT
     # TERM lets boot end its guest. 5 s: it needs one.
     for pid in $(jobs -p); do kill -TERM -- "-$pid" 2>/dev/null || kill -TERM "$pid" 2>/dev/null || true; done
