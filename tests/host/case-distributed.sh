@@ -35,7 +35,7 @@ gluster_start() {
     mkdir "$far_root"/bricks/{1,2}
     setsid unshare --net sleep infinity >"$work/far/sleep" 2>&1 </dev/null &
     far_net=$!
-    trap 'far_end; clean_up' EXIT
+    at_end far_end
     # unshare(1) has made the namespace when it has become sleep(1).
     until [[ $(<"/proc/$far_net/comm") == sleep ]]; do sleep 0.01; done
     far busybox ip link set lo up

@@ -25,8 +25,7 @@ move() {
     kind=$1
     # QEMU runs in its own tree, but shares the host's /dev.
     meeting=$(mktemp -d /dev/shm/thruway-test.XXXXXX)
-    # shellcheck disable=SC2064  # now
-    trap "rm -rf '$meeting'; clean_up" EXIT
+    at_end rm -rf "$meeting"
     make_share share
     # shellcheck disable=SC2086  # lists
     start_daemon source "$work/share" $3

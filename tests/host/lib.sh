@@ -12,12 +12,17 @@ export THRUWAY_DAEMON
 work=$(mktemp -d "/var/tmp/thruway-test.XXXXXX")
 chmod 755 "$work"
 
+# at_end COMMAND...: what clean_up runs first, for a case that has more to clean up.
+at_end() { case_end=("$@"); }
+at_end true
+
 # shellcheck disable=SC2317  # called by the trap
 clean_up() {
     local pid
     # A child that gets a signal before it runs its program comes here, too: bash(1) runs the traps in it.
     [[ $BASHPID == "$$" ]] || return 0
     trap - EXIT
+    "${case_end[@]}"
     # TERM lets boot end its guest. 5 s: it needs one.
     for pid in $(jobs -p); do kill -TERM -- "-$pid" 2>/dev/null || kill -TERM "$pid" 2>/dev/null || true; done
     for pid in $(jobs -p); do wait_gone 5 "$pid" || kill -KILL -- "-$pid" 2>/dev/null || true; done
