@@ -8,11 +8,11 @@ export CARGO_NET_RETRY = 10
 
 SCRIPTS = vm-images/boot vm-images/setup.sh vm-images/build-* vm-images/lib.sh vm-images/linux-source.sh vm-images/guest/* .ci/run tests/run tests/demo \
 	guest-kernel/build fuzz/run fuzz/rustc tests/dependencies tests/documented examples/qemu tests/sanitized tests/miri \
-	packaging/build packaging/stage packaging/guest-kernel/apply packaging/deb/p* \
+	packaging/build packaging/stage packaging/guest-kernel/apply packaging/deb/p* packaging/guest/p* \
 	bench/xtask/scenes/fill bench/xtask/scenes/top tests/guest/demo-init tests/guest/*.sh tests/host/machine tests/host/*-guest tests/host/run-case tests/host/*.sh
 
 .PHONY: all build tree tools guests images guest-kernel guest-kernel-debug demo unit quick test soak neighbours bench pictures check install \
-	programs static-programs packages clean fuzz fuzz-short asan tsan miri
+	programs static-programs static-agent packages clean fuzz fuzz-short asan tsan miri
 
 all: build
 
@@ -24,7 +24,7 @@ static-programs: export RUSTFLAGS += -C target-feature=+crt-static
 programs static-programs: packages = --locked --package thruway --package thruway-bench --package thruway-tool --bins
 
 build:
-	$(CARGO) build --release --bin thruwayd
+	$(CARGO) build --release --package thruway --bin thruwayd --package thruway-guest --bin thruway-guest
 
 programs:
 	$(CARGO) build --release $(packages)
@@ -34,7 +34,12 @@ STATIC_TARGET ?= x86_64-unknown-linux-gnu
 static-programs:
 	$(CARGO) build --release --target $(STATIC_TARGET) $(packages)
 
-# In target/packages: a Debian package, an RPM, a static tarball, a container's files, and the guest kernel's patches. docs/install.md
+# The guest agent alone, small: guests have little memory.
+static-agent: export RUSTFLAGS += $(remap) -C target-feature=+crt-static -C relocation-model=static
+static-agent:
+	$(CARGO) build --locked --profile agent --target $(STATIC_TARGET) --package thruway-guest --bin thruway-guest
+
+# In target/packages: a Debian package, an RPM, a static tarball, a container's files, the guest agent, and the guest kernel's patches. docs/install.md
 # describes them. About 6 minutes on two CPUs. ARGS selects some, for example ARGS=deb.
 packages:
 	vm-images/setup.sh test-packages

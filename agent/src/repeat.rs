@@ -1,0 +1,334 @@
+//! Repeats changes by system calls. The daemon answers them without doing anything on the host.
+//!
+//! Follows no symbolic link, and opens nothing but directories and regular files: everything else is O_PATH.
+
+use std::collections::HashMap;
+use std::ffi::{CStr, CString};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+
+use rustix::fs::{
+    AtFlags, CWD, FileType, Mode, OFlags, RenameFlags, ResolveFlags, Statx, StatxFlags, Timespec, Timestamps,
+    UTIME_OMIT, mkdirat, mknodat, openat, openat2, renameat_with, statx, unlinkat, utimensat,
+};
+use rustix::io::Errno;
+use thruway_guest::protocol::{Change, FOUND, Found, PATH, Place, ops};
+
+use crate::sys;
+
+type Result<T> = std::result::Result<T, Errno>;
+
+/// How often to ask for attributes whose reply the kernel dropped, because others asked at the same time.
+const ASK: usize = 5;
+
+/// Directories whose paths are remembered. With paths of 60 bytes they take 100 KiB.
+const PATHS: usize = 1024;
+
+/// Directories that are held open while directories are moved. More are rare, and only cost events.
+const HELD: usize = 64;
+
+/// What a change needs of the share.
+pub struct Hands<'a> {
+    /// The share's root, open for reading.
+    pub root: BorrowedFd<'a>,
+    /// The directory that stands for all that the guest does not know.
+    pub hidden: BorrowedFd<'a>,
+    /// The directory of the change before.
+    last: Option<(u64, OwnedFd)>,
+    /// Where directories were found last, by nodeid.
+    paths: HashMap<u64, CString>,
+    /// Directories are not looked for by path.
+    moves: bool,
+    /// Directories that were opened by handle. The kernel would forget them if they were closed, and could not open
+    /// them by handle again.
+    held: HashMap<u64, OwnedFd>,
+}
+
+/// A place whose directory is open.
+struct Here<'a> {
+    dir: BorrowedFd<'a>,
+    name: CString,
+}
+
+impl<'a> Hands<'a> {
+    pub fn new(root: BorrowedFd<'a>, hidden: BorrowedFd<'a>) -> Self {
+        Self { root, hidden, last: None, paths: HashMap::new(), moves: false, held: HashMap::new() }
+    }
+
+    /// A batch begins. `moves`: see [`Batch`](thruway_guest::protocol::Batch).
+    pub fn begin(&mut self, moves: bool) {
+        self.moves = moves;
+        if !moves {
+            self.held.clear();
+        }
+    }
+
+    /// Lets go of what is open, at the end of a batch.
+    pub fn rest(&mut self) {
+        self.last = None;
+    }
+
+    /// Repeats a change. `index`: its place in the batch.
+    ///
+    /// # Errors
+    /// If the guest could only be shown how things are now, or not even that.
+    pub fn repeat(&mut self, index: usize, change: &Change) -> Result<()> {
+        // The guest may not know the directory or the node any more.
+        self.try_repeat(index as u32, change).or_else(stale)
+    }
+
+    fn try_repeat(&mut self, index: u32, change: &Change) -> Result<()> {
+        if change.has(ops::RENAME | ops::EXCHANGE) {
+            return self.rename(index, change);
+        }
+        if change.place.is_none() {
+            let file = match change.has(ops::DIRECTORY) {
+                true => self.directory(change.node)?,
+                false => sys::open_node(self.root, change.node, OFlags::PATH)?,
+            };
+            return if change.has(ops::REFRESH) { look(file.as_fd()).map(drop) } else { touch(file.as_fd(), change) };
+        }
+        let root = self.root;
+        let here = self.here(&change.place)?;
+        if change.has(ops::CREATE) {
+            match here.make(change) {
+                // The guest knows it already.
+                Err(Errno::EXIST) | Ok(()) => {}
+                Err(errno) => return Err(errno),
+            }
+            // It is another name of a file that the guest knows.
+            if change.node != 0 {
+                sys::open_node(root, change.node, OFlags::PATH)
+                    .and_then(|file| look(file.as_fd()))
+                    .map(drop)
+                    .or_else(stale)?;
+            }
+        }
+        if change.has(ops::CONTENTS | ops::CLOSED | ops::ATTRIBUTES) {
+            match here.open() {
+                Ok(file) if is_of(root, index, change, sys::node_of(file.as_fd())?) => touch(file.as_fd(), change)?,
+                // It has been moved or removed: that change follows.
+                Ok(_) | Err(Errno::NOENT) => {}
+                Err(errno) => return Err(errno),
+            }
+        }
+        if change.has(ops::REMOVE) {
+            let removed = here.remove(root, index, change);
+            if removed.is_err() {
+                here.settle(root, index);
+            }
+            removed?;
+        }
+        Ok(())
+    }
+
+    /// The place's directory and name.
+    fn here(&mut self, place: &Place) -> Result<Here<'_>> {
+        let name = CString::new(&place.name[..]).map_err(|_| Errno::INVAL)?;
+        let fresh = self.last.as_ref().is_none_or(|(node, _)| *node != place.dir);
+        if place.dir != 0 && fresh {
+            self.last = Some((place.dir, self.directory(place.dir)?));
+        }
+        let dir = match &self.last {
+            Some((_, dir)) if place.dir != 0 => dir.as_fd(),
+            _ => self.hidden,
+        };
+        Ok(Here { dir, name })
+    }
+
+    /// Opens a directory by its path, which costs the guest nothing. open_by_handle_at(2) would end the timeout of its
+    /// name (fuse_get_dentry() of fs/fuse/inode.c), and the kernel would forget it. So that is for directories which
+    /// the host has moved while the guest has them at their old place.
+    fn directory(&mut self, node: u64) -> Result<OwnedFd> {
+        if self.moves {
+            match self.by_handle(node) {
+                // The kernel has no name of it.
+                Err(Errno::STALE) => {}
+                opened => return opened,
+            }
+        }
+        if let Some(path) = self.paths.get(&node) {
+            if let Ok(dir) = self.open_path(node, path) {
+                return Ok(dir);
+            }
+            self.paths.remove(&node);
+        }
+        if let Some(path) = ask_path(self.root, node) {
+            if let Ok(dir) = self.open_path(node, &path) {
+                if self.paths.len() >= PATHS {
+                    self.paths.clear();
+                }
+                self.paths.insert(node, path);
+                return Ok(dir);
+            }
+        }
+        self.by_handle(node)
+    }
+
+    fn by_handle(&mut self, node: u64) -> Result<OwnedFd> {
+        if let Some(dir) = self.held.get(&node) {
+            return dir.try_clone().map_err(|e| Errno::from_io_error(&e).unwrap_or(Errno::IO));
+        }
+        let dir = sys::open_node(self.root, node, OFlags::PATH | OFlags::DIRECTORY)?;
+        if self.held.len() < HELD {
+            if let Ok(copy) = dir.try_clone() {
+                self.held.insert(node, copy);
+            }
+        }
+        Ok(dir)
+    }
+
+    fn open_path(&self, node: u64, path: &CStr) -> Result<OwnedFd> {
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
+        let path = if path.is_empty() { c"." } else { path };
+        let dir = openat2(self.root, path, flags, Mode::empty(), resolve)?;
+        if sys::node_of(dir.as_fd())? == node { Ok(dir) } else { Err(Errno::STALE) }
+    }
+
+    fn rename(&mut self, index: u32, change: &Change) -> Result<()> {
+        let (root, hidden) = (self.root, self.hidden);
+        let other = if change.to.dir == 0 { None } else { Some(self.directory(change.to.dir)?) };
+        let to_dir = other.as_ref().map_or(hidden, |dir| dir.as_fd());
+        let to = Here { dir: to_dir, name: CString::new(&change.to.name[..]).map_err(|_| Errno::INVAL)? };
+        let from = self.here(&change.place)?;
+        let exchange = change.has(ops::EXCHANGE);
+        if !exchange {
+            match to.open().and_then(|file| Ok((sys::node_of(file.as_fd())?, file))) {
+                // Somebody has looked it up at its new place before.
+                Ok((node, _)) if node == change.node && node != 0 => {
+                    from.settle(root, index);
+                    return Ok(());
+                }
+                Ok((node, file)) => {
+                    tell(root, Found { index, node })?;
+                    // So that the kernel knows how many names it has.
+                    let _ = look(file.as_fd());
+                }
+                Err(_) => {}
+            }
+        }
+        let flags = if exchange { RenameFlags::EXCHANGE } else { RenameFlags::empty() };
+        let moved = from.asked(root, || renameat_with(from.dir, &from.name, to.dir, &to.name, flags));
+        if moved.is_err() {
+            from.settle(root, index);
+            to.settle(root, index);
+        }
+        moved
+    }
+}
+
+impl Here<'_> {
+    fn open(&self) -> Result<OwnedFd> {
+        openat(self.dir, &self.name, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())
+    }
+
+    fn make(&self, change: &Change) -> Result<()> {
+        if change.has(ops::DIRECTORY) {
+            mkdirat(self.dir, &self.name, Mode::empty())
+        } else {
+            // Of whatever type it is: the next look shows it.
+            mknodat(self.dir, &self.name, FileType::RegularFile, Mode::empty(), 0)
+        }
+    }
+
+    fn remove(&self, root: BorrowedFd, index: u32, change: &Change) -> Result<()> {
+        let directory = change.has(ops::DIRECTORY);
+        if !directory {
+            if let Ok(file) = self.open() {
+                let node = sys::node_of(file.as_fd())?;
+                if change.node == 0 {
+                    tell(root, Found { index, node })?;
+                } else if !is_of(root, index, change, node) {
+                    return Err(Errno::CANCELED);
+                }
+                // So that the kernel knows how many names it has.
+                let _ = look(file.as_fd());
+            }
+        }
+        let flags = if directory { AtFlags::REMOVEDIR } else { AtFlags::empty() };
+        self.asked(root, || unlinkat(self.dir, &self.name, flags))
+    }
+
+    /// Does what takes the name away. If the daemon wants that, the kernel asks for the name before.
+    fn asked(&self, root: BorrowedFd, take: impl Fn() -> Result<()>) -> Result<()> {
+        match take() {
+            Err(Errno::AGAIN) => {
+                let node = self.open().and_then(|file| sys::node_of(file.as_fd()))?;
+                // The name's timeout ends (fuse_get_dentry() of fs/fuse/inode.c).
+                drop(sys::open_node(root, node, OFlags::PATH)?);
+                take()
+            }
+            done => done,
+        }
+    }
+
+    /// Shows the guest what the name leads to now, after a change could not be repeated.
+    fn settle(&self, root: BorrowedFd, index: u32) {
+        if tell(root, Found { index, node: 0 }).is_ok() {
+            // It asks for the name in any case, and is refused.
+            let _ = mknodat(self.dir, &self.name, FileType::RegularFile, Mode::empty(), 0);
+        }
+    }
+}
+
+/// A node that the kernel does not know needs nothing.
+fn stale(errno: Errno) -> Result<()> {
+    if errno == Errno::STALE { Ok(()) } else { Err(errno) }
+}
+
+/// Has the kernel ask for a file's attributes. It drops the file's pages then.
+fn look(file: BorrowedFd) -> Result<Statx> {
+    let stat = |flags| statx(file, c"", AtFlags::EMPTY_PATH | flags, StatxFlags::BASIC_STATS);
+    let facts = |st: &Statx| (st.stx_size, st.stx_mtime.tv_sec, st.stx_mtime.tv_nsec);
+    let mut told = stat(AtFlags::STATX_FORCE_SYNC)?;
+    for _ in 0..ASK {
+        if facts(&told) == facts(&stat(AtFlags::STATX_DONT_SYNC)?) {
+            break;
+        }
+        told = stat(AtFlags::STATX_FORCE_SYNC)?;
+    }
+    Ok(told)
+}
+
+/// Repeats what happened to a file.
+fn touch(file: BorrowedFd, change: &Change) -> Result<()> {
+    let st = look(file)?;
+    let is_file = u32::from(st.stx_mode) & libc::S_IFMT == libc::S_IFREG;
+    let set = |atime: Timespec| {
+        let mtime = Timespec { tv_sec: st.stx_mtime.tv_sec, tv_nsec: st.stx_mtime.tv_nsec.into() };
+        let times = Timestamps { last_access: atime, last_modification: mtime };
+        utimensat(file, c"", &times, AtFlags::EMPTY_PATH)
+    };
+    if change.has(ops::CONTENTS) && is_file {
+        // The time of modification alone: IN_MODIFY.
+        set(Timespec { tv_sec: 0, tv_nsec: UTIME_OMIT })?;
+    }
+    // A program is not opened: nobody could execute it meanwhile (ETXTBSY).
+    if change.has(ops::CLOSED) && is_file && st.stx_mode & 0o111 == 0 {
+        let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+        drop(openat(CWD, path, OFlags::WRONLY | OFlags::NONBLOCK | OFlags::CLOEXEC, Mode::empty())?);
+    }
+    // Of a file without a place, it is the number of its names that has changed. The kernel would report an event of
+    // any of them.
+    if change.has(ops::ATTRIBUTES) && (!change.place.is_none() || change.has(ops::DIRECTORY)) {
+        // Both times: IN_ATTRIB.
+        set(Timespec { tv_sec: st.stx_atime.tv_sec, tv_nsec: st.stx_atime.tv_nsec.into() })?;
+    }
+    Ok(())
+}
+
+/// Where a directory is on the host.
+fn ask_path(root: BorrowedFd, node: u64) -> Option<CString> {
+    let answer = sys::ask(root, PATH, &node.to_le_bytes()).ok()?;
+    CStr::from_bytes_until_nul(&answer).ok().map(CStr::to_owned)
+}
+
+/// Whether this node is the change's. The daemon knows it if the kernel has forgotten the file meanwhile, and learned
+/// of it anew.
+fn is_of(root: BorrowedFd, index: u32, change: &Change, node: u64) -> bool {
+    change.is_of(node) || tell(root, Found { index, node }).is_ok()
+}
+
+fn tell(root: BorrowedFd, found: Found) -> Result<()> {
+    sys::ask(root, FOUND, &found.encode()).map(drop)
+}
