@@ -154,6 +154,23 @@ pub const WATCHED_NODES: usize = 65_536;
 /// hears of that once.
 pub const NOTIFIED_EVENTS: usize = 16_384;
 
+/// Changes by others that wait for the guest agent: as many as Linux keeps for one watcher
+/// (fs.inotify.max_queued_events). Each takes 300 bytes with its name. At the limit all of them give way to one
+/// request: look at everything again.
+pub const AGENT_CHANGES: usize = 16_384;
+
+/// Longest name that the guest agent is told, in bytes: NAME_MAX of include/uapi/linux/limits.h. All file systems that
+/// can be watched have it.
+pub const AGENT_NAME: usize = 255;
+
+/// Threads of guest agents that may be registered with one daemon. An agent has one, and up to three more while
+/// somebody in the guest holds a directory's lock; a second agent may take the place of the first.
+pub const AGENT_THREADS: usize = 16;
+
+/// How long a change may wait for the guest agent before the guest gets no more leases. An idle guest needs some
+/// milliseconds. A busy one may need longer, and has no leases then.
+pub const AGENT_PATIENCE: Duration = Duration::from_secs(2);
+
 /// How long the daemon waits before it accepts connections again after accept(2) failed, most often for lack of
 /// descriptors.
 pub const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
@@ -217,6 +234,8 @@ counted! {
     Notifications = "notifications",
     /// [`NOTIFIED_EVENTS`]
     NotifiedEvents = "notified_events",
+    /// [`AGENT_CHANGES`]
+    AgentChanges = "agent_changes",
     /// [`WATCHED_NODES`]
     WatchedNodes = "watched_nodes",
     /// [`WATCHES`] and [`LEASES`]

@@ -5,14 +5,17 @@ use std::cell::RefCell;
 use std::ffi::CStr;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, LazyLock};
 
 use libfuzzer_sys::fuzz_target;
 use rustix::io::Errno;
+use thruway::agent::{Agents, Look};
 use thruway::fuse::abi::*;
 use thruway::fuse::buf::IoRange;
 use thruway::fuse::ops::*;
 use thruway::fuse::{Reply, Server, Transport, Work};
 use thruway_fuzz::{Here, Input};
+use thruway_guest::protocol::{self, Change, Done, Place, ops};
 use zerocopy::{FromBytes, IntoBytes};
 
 /// A file system that reads every byte it is given. It succeeds, except for every fifth nodeid.
@@ -283,6 +286,56 @@ impl Mappings for Anything {
         look(parts.as_bytes());
         reply.answer_later::<()>()(Err(Errno::INVAL));
         Ok(())
+    }
+}
+
+/// A thread of the guest agent, number 1, that repeats these changes.
+fn agents() -> &'static Arc<Agents> {
+    static AGENTS: LazyLock<Arc<Agents>> = LazyLock::new(|| {
+        let agents = Arc::new(Agents::default());
+        let token = agents.hello(1, protocol::VERSION).unwrap().token;
+        let Look::Phantom(hidden) = agents.look(1, ROOT_ID, ROOT_ID, token.as_bytes()) else { unreachable!() };
+        agents.make(1, 0, hidden, protocol::MARKER.as_bytes(), false);
+        let place = |dir, name: &[u8]| Place { dir, name: name.to_vec() };
+        for (ops, name) in
+            [(ops::CREATE | ops::CONTENTS, b"a"), (ops::RENAME, b"b"), (ops::EXCHANGE, b"c"), (ops::REMOVE, b"d")]
+        {
+            let to = if ops & (ops::RENAME | ops::EXCHANGE) == 0 { Place::default() } else { place(2, name) };
+            agents.announce(Change { ops, node: 3, place: place(1, name), to }, None);
+            agents.announce(
+                Change { ops: ops | ops::DIRECTORY, node: 0, place: place(2, &[name[0], b'2']), to: Place::default() },
+                None,
+            );
+        }
+        agents.wait(1, Done::default(), Box::new(drop), || false).unwrap();
+        agents
+    });
+    &AGENTS
+}
+
+impl Repeats for Anything {
+    fn agents(&self) -> Option<&Arc<Agents>> {
+        Some(agents())
+    }
+    fn present(&self, parent: u64, to: &CStr) -> Present {
+        name(to);
+        match parent % 3 {
+            0 => Present::Missing,
+            1 => Present::New(libc::S_IFREG, None),
+            _ => Present::Known(parent),
+        }
+    }
+    fn lookup_repeated(&self, parent: u64, to: &CStr) -> Result<EntryOut> {
+        self.lookup(parent, to)
+    }
+    fn known_attr(&self, node: u64) -> Result<Attr> {
+        ask(node).map(|()| Attr::default())
+    }
+    fn known_entry(&self, node: u64) -> Result<EntryOut> {
+        ask(node).map(|()| EntryOut { nodeid: node, ..Default::default() })
+    }
+    fn path_below_root(&self, node: u64) -> Option<Vec<u8>> {
+        ask(node).ok().map(|()| vec![b'p'; node as usize % 9000])
     }
 }
 

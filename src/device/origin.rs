@@ -17,8 +17,8 @@ use super::ring::Ring;
 use super::uring::Uring;
 use crate::fuse::buf::IoRange;
 use crate::fuse::ops::{Result, Wait};
-use crate::fuse::{Io, Job, Transport, WayBack, Work};
-use crate::limits::Limit;
+use crate::fuse::{Io, Job, Release, Stopping, Transport, WayBack, Work};
+use crate::limits::{LATE_REPLY_BYTES, Limit};
 
 /// What serves requests, the memory that they are in, and the threads for those that wait.
 pub struct Service<H> {
@@ -130,7 +130,7 @@ impl<H: Handler> Transport for Origin<'_, H> {
 
     fn detach(&mut self) -> WayBack {
         self.left = true;
-        let promise = self.ring.promise(self.head, self.segments);
+        let promise = self.ring.promise(self.head, self.segments, LATE_REPLY_BYTES);
         // A late reply must not keep the memory of a guest that is gone.
         let ring = Arc::downgrade(self.ring);
         Box::new(move |reply| {
@@ -144,7 +144,7 @@ impl<H: Handler> Transport for Origin<'_, H> {
         self.tally.inspect(|tally| tally.handed_over());
         let pool = match wait {
             Wait::Host => {
-                let promise = self.ring.promise(self.head, self.segments);
+                let promise = self.ring.promise(self.head, self.segments, LATE_REPLY_BYTES);
                 let (busy, ring) = (self.ring.occupy(), self.ring.clone());
                 self.work(Box::new(move || {
                     job(Box::new(move |reply| busy.complete(promise, reply)), ring.stopping());
@@ -170,6 +170,20 @@ impl<H: Handler> Transport for Origin<'_, H> {
         }
         if self.left { Ok(()) } else { Err(Errno::AGAIN) }
     }
+
+    fn park(&mut self, bytes: usize, release: Release) -> Option<(WayBack, Stopping)> {
+        self.left = true;
+        self.ring.release_parked_by(release);
+        // A stop waits for it, after it has had it answered.
+        let (busy, parked) = (self.ring.occupy(), Locked::new(self.ring.locks()));
+        let promise = self.ring.promise(self.head, self.segments, bytes);
+        let back = move |reply| {
+            drop(parked);
+            busy.complete(promise, reply);
+        };
+        let ring = self.ring.clone();
+        Some((Box::new(back), Box::new(move || ring.stopping().load(Ordering::SeqCst))))
+    }
 }
 
 /// One of the requests that may wait without end.
@@ -188,7 +202,7 @@ impl Drop for Waits {
     }
 }
 
-/// One of the requests of a ring that wait for a lock.
+/// One of the requests of a ring that wait for a lock, or that are parked.
 struct Locked(Arc<AtomicU32>);
 
 impl Locked {

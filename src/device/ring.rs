@@ -18,6 +18,7 @@ use super::late::Late;
 use super::notify::Notifier;
 use super::region::{GuestMemory, Memory};
 use super::scratch::Scratch;
+use crate::fuse::Release;
 use crate::limits;
 
 /// A virtqueue of this device, as vhost-user-backend handles it.
@@ -43,8 +44,10 @@ pub struct Ring {
     stopping: AtomicBool,
     /// To be woken when the ring starts. The driver may have offered chains before that, and not say so again.
     waits: OnceLock<Arc<Notifier>>,
-    /// Requests that wait for a lock.
+    /// Requests that wait for a lock, or that are parked.
     locks: Arc<AtomicU32>,
+    /// Has the parked requests answered.
+    parked: OnceLock<Release>,
 }
 
 /// The chains that the device has taken and not given back.
@@ -214,9 +217,10 @@ impl Ring {
         }
     }
 
-    /// What a late reply to the chain at `head` needs to find its way. Call it while the chain is served.
-    pub fn promise(&self, head: u16, segments: &[Segment]) -> Promise {
-        let segments = chain::first(segments, limits::LATE_REPLY_BYTES).to_vec();
+    /// What a late reply of up to `bytes` to the chain at `head` needs to find its way. Call it while the chain is
+    /// served.
+    pub fn promise(&self, head: u16, segments: &[Segment], bytes: usize) -> Promise {
+        let segments = chain::first(segments, bytes).to_vec();
         Promise { session: self.late.lock().session(), head, segments }
     }
 
@@ -267,6 +271,10 @@ impl Ring {
             let used = scratch.finish();
             self.flush(&self.mem.memory(), used);
         }
+        // Those that are parked from now on see that the ring is stopping.
+        if let Some(release) = self.parked.get() {
+            release();
+        }
         let mut busy = self.busy.lock();
         while *busy > 0 {
             self.idle.wait(&mut busy);
@@ -274,6 +282,11 @@ impl Ring {
         drop(busy);
         self.stopping.store(false, Ordering::Relaxed);
         worker
+    }
+
+    /// Has parked requests answered by this whenever the ring stops.
+    pub fn release_parked_by(&self, release: Release) {
+        let _ = self.parked.get_or_init(|| release);
     }
 
     /// Wakes the worker by this notifier whenever the ring starts.
@@ -471,6 +484,7 @@ impl VringT<GuestMemory> for Vring {
             idle: Condvar::new(),
             stopping: AtomicBool::new(false),
             waits: OnceLock::new(),
+            parked: OnceLock::new(),
             locks: Arc::default(),
         })))
     }

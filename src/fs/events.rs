@@ -213,7 +213,7 @@ mod tests {
     }
 
     fn change<'a>(mask: u64, node: u64, dir: u64, name: &'a [u8]) -> Change<'a> {
-        Change { mask, node, dir, name, to: None }
+        Change { mask, node, file: None, dir, name, to: None }
     }
 
     #[test]
@@ -251,8 +251,7 @@ mod tests {
         let both = fs::MOVED_FROM | fs::MOVED_TO;
         w.set(&inode(1, &file), both).unwrap();
         w.set(&inode(2, &file), both).unwrap();
-        let renamed =
-            |dir, to, node| Change { mask: libc::FAN_RENAME, node, dir, name: b"old", to: Some((to, b"new")) };
+        let renamed = |dir, to, node| Change { to: Some((to, b"new")), ..change(libc::FAN_RENAME, node, dir, b"old") };
         w.tell(&renamed(1, 2, 7), &heard);
         w.tell(&renamed(1, 1, 0), &heard);
         // From outside, and to the outside.

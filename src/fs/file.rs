@@ -267,7 +267,10 @@ impl PassthroughFs {
             };
             let inode = self.inodes.learn(&st, place);
             let entry = match name {
-                Some(name) => self.found(sight, Found { parent: &parent, dir, name }, &inode, st),
+                Some(name) => {
+                    self.agents.tell(parent.id, name.to_bytes(), inode.id);
+                    self.found(sight, Found { parent: &parent, dir, name }, &inode, st)
+                }
                 None => self.entry(&parent, &inode, &st, false),
             };
             Ok((inode, entry, st))

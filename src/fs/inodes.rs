@@ -110,6 +110,20 @@ impl Inodes {
         Some(inode.clone())
     }
 
+    /// The inode of this nodeid, with one more reference for the guest.
+    ///
+    /// # Errors
+    /// As [`get`](Self::get).
+    pub fn reference(&self, id: u64) -> Result<Arc<Inode>> {
+        let inode = self.get(id)?;
+        let _locked = self.by_key.entry(inode.key);
+        if !self.by_id.contains_key(&id) {
+            return Err(Errno::STALE);
+        }
+        inode.reference();
+        Ok(inode)
+    }
+
     /// As [`known`](Self::known), or a new inode at `place`.
     pub fn learn(&self, st: &Statx, place: Place) -> Arc<Inode> {
         let (key, birth) = identity(st);

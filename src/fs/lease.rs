@@ -16,7 +16,8 @@ use super::events::Watchers;
 use super::fd::{FdPath, open_path, stat};
 use super::host::HostFs;
 use super::inode::Inode;
-use super::{CachePolicy, PassthroughFs, cred, sys};
+use super::{CachePolicy, PassthroughFs, cred, repeat, sys};
+use crate::agent::Agents;
 use crate::fuse::abi::{ATTR_LEASED, InitFlags};
 use crate::fuse::notify::Sink;
 use crate::fuse::ops::Result;
@@ -26,6 +27,7 @@ use crate::watch::{Change, Cover, FileId, Listener, Target, Watch};
 pub(super) struct Teller {
     pub guest: Arc<dyn Sink>,
     pub watchers: Arc<Watchers>,
+    pub agents: Arc<Agents>,
 }
 
 impl Listener for Teller {
@@ -40,10 +42,18 @@ impl Listener for Teller {
     fn all_changed(&self) {
         self.guest.inc_epoch();
         self.watchers.lost(&*self.guest);
+        self.agents.lose();
     }
 
     fn change(&self, change: &Change) {
         self.watchers.tell(change, &*self.guest);
+        if self.agents.any() {
+            repeat::announce(&self.agents, change);
+        }
+    }
+
+    fn all_told(&self) {
+        self.agents.hand_out();
     }
 }
 
@@ -111,7 +121,7 @@ pub(super) fn is_program(st: &Statx) -> bool {
 impl PassthroughFs {
     /// The watch, if the guest is to be told of changes.
     pub(super) fn watch(&self) -> Option<&Watch> {
-        self.leases.watch.as_ref().filter(|_| self.notifier.is_open())
+        self.leases.watch.as_ref().filter(|_| self.notifier.is_open() || self.agents.any())
     }
 
     /// The watch, if it is to see what the guest may keep, and not only what its programs watch.
@@ -119,9 +129,14 @@ impl PassthroughFs {
         self.watch().filter(|_| !self.config.lease_timeout.is_zero())
     }
 
-    /// Whether the guest has leases in this session.
+    /// Whether the guest's kernel has leases in this session.
     fn leases(&self) -> bool {
         self.has(InitFlags::LEASES)
+    }
+
+    /// Whether the guest hears of changes: by notifications, or by its agent.
+    pub(super) fn hears(&self) -> bool {
+        self.leases() || self.agents.is_current() && self.config.cache != CachePolicy::Never
     }
 
     /// Whether the session is to have leases.
@@ -137,7 +152,7 @@ impl PassthroughFs {
     }
 
     /// Marks a file by an O_PATH descriptor. Whether it is marked now.
-    fn mark(&self, watch: &Watch, inode: &Inode, fd: BorrowedFd) -> bool {
+    pub(super) fn mark(&self, watch: &Watch, inode: &Inode, fd: BorrowedFd) -> bool {
         if !self.is_watchable(inode, fd) {
             return false;
         }
@@ -229,7 +244,7 @@ impl PassthroughFs {
 
     /// How long something may be kept. `leased`: the guest hears of changes.
     pub(super) fn timeout_of(&self, leased: bool) -> Duration {
-        if leased && self.leases() { self.timeout.max(self.config.lease_timeout) } else { self.timeout }
+        if leased && self.hears() { self.timeout.max(self.config.lease_timeout) } else { self.timeout }
     }
 
     /// ATTR_LEASED if the guest may open a file with these leased attributes without a message.
@@ -271,6 +286,8 @@ impl PassthroughFs {
         let Some(watch) = self.watch() else { return };
         if inode.format() != libc::S_IFDIR && watch.has(inode.id) && !watch.moved(inode.id, parent) {
             self.notifier.inval_inode(inode.id, true);
+            repeat::look_again(&self.agents, inode.id);
+            self.agents.hand_out();
         }
     }
 

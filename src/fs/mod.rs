@@ -25,6 +25,7 @@ mod name;
 mod opens;
 mod path;
 mod probe;
+mod repeat;
 mod report;
 mod sys;
 #[cfg(test)]
@@ -48,6 +49,7 @@ use std::time::Duration;
 use rustix::fs::{OFlags, Timespec};
 use rustix::io::Errno;
 
+use crate::agent::Agents;
 use crate::fuse::abi::InitFlags;
 use crate::fuse::notify::{Silent, Sink};
 use crate::fuse::ops::{Control, Result, Session};
@@ -93,6 +95,8 @@ pub struct PassthroughFs {
     /// The clock of file times. Tests have another.
     clock: fn() -> Timespec,
     leases: Leases,
+    /// What the guest's agent is to repeat.
+    agents: Arc<Agents>,
     /// What processes of the guest watch.
     watchers: Arc<Watchers>,
     /// Why files are not named by handle.
@@ -150,6 +154,7 @@ impl PassthroughFs {
             notifier: Arc::new(Silent),
             clock: sys::file_clock,
             leases: Leases::default(),
+            agents: Arc::default(),
             why_no_handles,
             config,
         })
@@ -180,7 +185,7 @@ impl PassthroughFs {
     }
 
     fn teller(&self) -> Teller {
-        Teller { guest: self.notifier.clone(), watchers: self.watchers.clone() }
+        Teller { guest: self.notifier.clone(), watchers: self.watchers.clone(), agents: self.agents.clone() }
     }
 
     /// Lets the guest map files.
@@ -302,6 +307,7 @@ impl Control for PassthroughFs {
     }
 
     fn init(&self, offered: InitFlags) -> Result<Session> {
+        self.agents.begin();
         self.settle(offered, false)
     }
 
@@ -317,6 +323,7 @@ impl Control for PassthroughFs {
             window.reset();
         }
         self.watchers.clear();
+        self.agents.clear();
         self.notifier.clear();
     }
 

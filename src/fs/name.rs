@@ -35,6 +35,8 @@ pub(super) enum Purpose {
     File,
     /// One file that has its times. A new one has them, too.
     Settled,
+    /// As `Settled`, for the agent: the guest's programs do not learn of it.
+    Repeated,
 }
 
 impl PassthroughFs {
@@ -72,21 +74,28 @@ impl PassthroughFs {
     ) -> Result<EntryOut> {
         let sight = self.sight(parent, dir);
         let found = Found { parent, dir, name };
+        let told = |entry: EntryOut| {
+            if purpose != Purpose::Repeated {
+                self.agents.tell(parent.id, name.to_bytes(), entry.nodeid);
+            }
+            entry
+        };
         at(Point::BeforeStat);
         let st = stat(dir, name)?;
         at(Point::AfterStat);
         if let Some(inode) = self.inodes.known(&st) {
-            if purpose != Purpose::Settled && self.owes_times(inode.id) {
+            let settled = matches!(purpose, Purpose::Settled | Purpose::Repeated);
+            if !settled && self.owes_times(inode.id) {
                 self.unlearn(inode.id, 1);
                 return Err(Errno::AGAIN);
             }
             inode.moved(parent, name);
-            return Ok(self.found(sight, found, &inode, st));
+            return Ok(told(self.found(sight, found, &inode, st)));
         }
         self.inodes.have_room()?;
         if purpose == Purpose::Listing {
             let inode = self.inodes.learn(&st, Place::Name(parent.clone(), name.into()));
-            return Ok(self.found(sight, found, &inode, st));
+            return Ok(told(self.found(sight, found, &inode, st)));
         }
         let fd = open_path(dir, name)?;
         let st = stat(fd.as_fd(), c"")?;
@@ -95,7 +104,7 @@ impl PassthroughFs {
         if let Some(fd) = spare {
             inode.keep(&self.places, fd, false);
         }
-        Ok(self.found(sight, found, &inode, st))
+        Ok(told(self.found(sight, found, &inode, st)))
     }
 
     /// An entry with leases, as far as the file and its name are watched.
@@ -151,9 +160,9 @@ impl PassthroughFs {
         Ok(())
     }
 
-    fn find(&self, parent: u64, name: &CStr, purpose: Purpose) -> Result<EntryOut> {
+    pub(super) fn find(&self, parent: u64, name: &CStr, purpose: Purpose) -> Result<EntryOut> {
         self.within(parent, name, |parent, dir| {
-            let leased = self.sight(parent, dir).named && self.has(InitFlags::LEASES);
+            let leased = self.sight(parent, dir).named && self.hears();
             match self.enter(parent, dir, name, purpose) {
                 Err(Errno::NOENT) if leased || !self.config.negative_timeout.is_zero() => Ok(self.missing(leased)),
                 found => found,
@@ -240,7 +249,9 @@ impl PassthroughFs {
         self.writable()?;
         self.within(parent, name, |_, dir| {
             self.pin(dir, name, true);
-            unlinkat(dir, name, flags)
+            unlinkat(dir, name, flags)?;
+            self.agents.tell(parent, name.to_bytes(), 0);
+            Ok(())
         })
     }
 }
@@ -315,6 +326,8 @@ impl Names for PassthroughFs {
                 } else {
                     self.naming(newdir, || renameat_with(dir, name, newdir, newname, flags))?;
                 }
+                self.agents.tell(parent, name.to_bytes(), 0);
+                self.agents.tell(newparent, newname.to_bytes(), 0);
                 if let Some((from, to)) = moves {
                     self.follow(to, newdir, newname, new.id);
                     if flags.contains(RenameFlags::EXCHANGE) {

@@ -73,6 +73,11 @@ impl PassthroughFs {
         self.leases.watch.as_ref().map(crate::watch::Watch::watched)
     }
 
+    /// How the guest's agent is.
+    pub fn agent_facts(&self) -> crate::agent::Facts {
+        self.agents.facts()
+    }
+
     /// Why the guest is not told of changes by others, although there is a watch and it takes notifications. `flags`:
     /// what INIT settled.
     pub fn why_untold(&self, flags: InitFlags) -> Option<&'static str> {
@@ -127,6 +132,11 @@ impl PassthroughFs {
             Place::Fd(fd) => self.shown(fd.as_fd()),
             _ => None,
         }
+    }
+
+    /// An inode's path in the share, if it is known without a search.
+    pub(super) fn path_of(&self, inode: &Arc<Inode>) -> Option<PathBuf> {
+        self.path_in(&self.root_path()?, inode)
     }
 
     /// A descriptor's path, as /proc shows it.

@@ -25,7 +25,7 @@ use metrics::{Counters, Meter, Shard};
 use ops::*;
 pub use reply::Reply;
 use request::Request;
-pub use transport::{Io, Job, Transport, WayBack};
+pub use transport::{Io, Job, Release, Stopping, Transport, WayBack};
 
 /// Largest WRITE and READ that is offered, in bytes. The guest lowers it to what its virtqueue's descriptors carry
 /// (fs/fuse/virtio_fs.c, max_pages_limit), and a queue has 1024 of them, each a page.
@@ -157,7 +157,12 @@ impl<F: FileSystem> Server<F> {
                 _ => Err(Errno::IO),
             };
         }
-        self.serve(opcode, request, reply)
+        match self.fs.agents() {
+            Some(agents) if agents.any() && self.is_agents(agents, opcode, &header) => {
+                self.serve_agent(agents, opcode, request, reply)
+            }
+            _ => self.serve(opcode, request, reply),
+        }
     }
 
     fn init(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {

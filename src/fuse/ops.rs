@@ -7,6 +7,7 @@
 use std::ffi::CStr;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
 use rustix::io::Errno;
 
@@ -15,6 +16,8 @@ use super::buf::IoRange;
 use super::reply::Reply;
 pub use super::reply::{Answer, DirSink};
 pub use super::transport::{Result, Wait};
+use crate::agent::Agents;
+use crate::watch::FileId;
 
 /// Who creates a file, and how.
 pub struct Creator<'a> {
@@ -262,7 +265,56 @@ pub trait Mappings {
     }
 }
 
-/// All the traits above.
-pub trait FileSystem: Control + Attrs + Names + Files + Dirs + Xattrs + Flags + Locks + Mappings {}
+/// What a name leads to on the host now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Present {
+    /// Nothing.
+    Missing,
+    /// A file of this type (S_IFMT) that the guest does not know, and by what the watch knows it.
+    New(u32, Option<FileId>),
+    /// This node.
+    Known(u64),
+}
 
-impl<T: Control + Attrs + Names + Files + Dirs + Xattrs + Flags + Locks + Mappings> FileSystem for T {}
+/// What the guest agent's requests are answered with (docs/guest-agent.md).
+pub trait Repeats {
+    /// What the agent is to repeat. `None` if the file system does not watch for changes by others.
+    fn agents(&self) -> Option<&Arc<Agents>> {
+        None
+    }
+    /// What a name leads to. The guest does not learn of it.
+    fn present(&self, _parent: u64, _name: &CStr) -> Present {
+        Present::Missing
+    }
+    /// As [`Names::lookup`], for the agent's own use.
+    fn lookup_repeated(&self, _parent: u64, _name: &CStr) -> Result<EntryOut> {
+        Err(Errno::NOSYS)
+    }
+    /// By what the watch knows a node that the guest knows.
+    fn file_id_of(&self, _node: u64) -> Option<FileId> {
+        None
+    }
+    /// The present attributes of a node that the guest knows. If the file is gone, what is still known of it.
+    fn known_attr(&self, _node: u64) -> Result<Attr> {
+        Err(Errno::NOSYS)
+    }
+    /// The entry of such a node, which counts as one lookup. The guest may keep nothing of it.
+    fn known_entry(&self, _node: u64) -> Result<EntryOut> {
+        Err(Errno::NOSYS)
+    }
+    /// An agent has registered: from now on, changes in all directories that the guest knows are announced.
+    fn follow_known(&self) {}
+    /// Where a directory is below the share's root on the host, without a slash at the beginning.
+    fn path_below_root(&self, _node: u64) -> Option<Vec<u8>> {
+        None
+    }
+    /// All nodes that the guest knows.
+    fn known_nodes(&self) -> Vec<u64> {
+        Vec::new()
+    }
+}
+
+/// All the traits above.
+pub trait FileSystem: Control + Attrs + Names + Files + Dirs + Xattrs + Flags + Locks + Mappings + Repeats {}
+
+impl<T: Control + Attrs + Names + Files + Dirs + Xattrs + Flags + Locks + Mappings + Repeats> FileSystem for T {}

@@ -10,7 +10,7 @@ use zerocopy::{Immutable, IntoBytes};
 use super::abi::*;
 use super::buf::{IoRange, IoVecs};
 use super::metrics::{LateMeter, Meter};
-use super::transport::{HEADER, Io, Result, Transport, Wait, WayBack};
+use super::transport::{HEADER, Io, Release, Result, Stopping, Transport, Wait, WayBack};
 
 /// Longest directory listing or xattr that is collected in bytes: the guest asks for at most its max_pages.
 const MAX_COLLECTED: usize = super::MAX_WRITE as usize;
@@ -186,6 +186,21 @@ impl<'a> Reply<'a> {
             To::Later { back, meter, .. } => Reply::measured(self.unique, back, meter),
             To::Nowhere => Reply { unique: self.unique, to: To::Nowhere, len: HEADER },
         }
+    }
+
+    /// Takes the reply of a request that waits for something to happen to whoever will answer it, with a body of up to
+    /// `bytes`. See [`Transport::park`].
+    ///
+    /// # Errors
+    /// EOPNOTSUPP if the transport cannot do that.
+    pub fn park(&mut self, bytes: usize, release: Release) -> Result<(Reply<'static>, Stopping)> {
+        let To::Place { from, .. } = &mut self.to else { return Err(Errno::OPNOTSUPP) };
+        let (back, stopping) = from.park(HEADER + bytes, release).ok_or(Errno::OPNOTSUPP)?;
+        self.to = To::Nowhere;
+        // How long it waits says nothing about the daemon.
+        let buffer = vec![0; HEADER];
+        let to = To::Later { buffer, back, meter: LateMeter::default() };
+        Ok((Reply { unique: self.unique, to, len: HEADER }, stopping))
     }
 
     /// [Detaches](Self::detach) the reply as a function that answers it.

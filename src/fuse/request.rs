@@ -53,6 +53,11 @@ impl<'a> Request<'a> {
         Ok(Self { header, args: scratch, readable, len })
     }
 
+    /// The arguments that are left, to be read without taking them.
+    pub fn peek(&self) -> Cursor<'a> {
+        Cursor(self.args)
+    }
+
     /// The next argument structure.
     ///
     /// # Errors
@@ -109,10 +114,19 @@ impl<'a> Request<'a> {
     }
 }
 
-struct Cursor<'a>(&'a [u8]);
+/// Reads arguments.
+pub(super) struct Cursor<'a>(&'a [u8]);
 
 impl<'a> Cursor<'a> {
-    fn take<T: FromBytes>(&mut self) -> Result<T> {
+    /// See [`Request::name`].
+    pub fn name(&mut self) -> Result<&'a CStr> {
+        let name = CStr::from_bytes_until_nul(self.0).map_err(|_| Errno::INVAL)?;
+        self.0 = &self.0[name.count_bytes() + 1..];
+        Ok(name)
+    }
+
+    /// See [`Request::take`].
+    pub fn take<T: FromBytes>(&mut self) -> Result<T> {
         let (value, rest) = T::read_from_prefix(self.0).map_err(|_| Errno::INVAL)?;
         self.0 = rest;
         Ok(value)

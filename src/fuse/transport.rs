@@ -1,6 +1,7 @@
 //! What a reply needs of the queue that its request came from.
 
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
@@ -49,7 +50,19 @@ pub trait Transport: Send {
     /// # Errors
     /// EAGAIN if too many requests wait. The request is not detached then.
     fn run(&mut self, wait: Wait, job: Job) -> Result<()>;
+    /// Like [`detach`](Self::detach), for a request that waits for something to happen. It counts as no work in
+    /// progress. Its reply has at most `bytes`. `release` is called when its queue stops, and has such requests
+    /// answered at once. Also returns what tells whether the queue is stopping. `None`: the transport cannot do that.
+    fn park(&mut self, _bytes: usize, _release: Release) -> Option<(WayBack, Stopping)> {
+        None
+    }
 }
+
+/// Has parked requests answered.
+pub type Release = Arc<dyn Fn() + Send + Sync>;
+
+/// Whether a queue is stopping.
+pub type Stopping = Box<dyn FnOnce() -> bool>;
 
 /// Takes a late reply, including its header, to its queue. It must be called.
 pub type WayBack = Box<dyn FnOnce(Vec<u8>) + Send>;

@@ -53,6 +53,10 @@ const CONTENTS: u64 = libc::FAN_MODIFY | libc::FAN_CLOSE_WRITE;
 /// millisecond.
 const BUFFER: usize = 64 << 10;
 
+/// How often the events are read before the listener hears that these are all for now: one system call makes several
+/// events, as an exchange of two names does, and they belong together.
+const READS: usize = 4;
+
 /// How long events wait after a read(2) that had own ones alone. A guest that writes causes one for each write, and
 /// each would wake the thread: 10 % fewer writes of 4 KiB in a QEMU guest. Events of one file become one while they
 /// wait. It is short beside the 10 ms within which a guest should see the host's changes.
@@ -65,6 +69,8 @@ pub struct Change<'a> {
     pub mask: u64,
     /// The node that changed. 0 if it is not known.
     pub node: u64,
+    /// The file that changed.
+    pub file: Option<FileId>,
     /// The directory and the name of what changed, or the old ones. 0 if the directory is not known.
     pub dir: u64,
     /// See `dir`.
@@ -83,6 +89,8 @@ pub trait Listener: Send + Sync {
     fn all_changed(&self);
     /// A change in detail.
     fn change(&self, _change: &Change) {}
+    /// All changes that were there have been told.
+    fn all_told(&self) {}
 }
 
 /// A point of the watch's work at which a test may step in.
@@ -394,22 +402,27 @@ impl Shared {
             if !ready[1].revents().is_empty() {
                 return;
             }
-            match rustix::io::read(&self.group, &mut buffer) {
-                Ok(length) => {
-                    let own = self.take(&buffer[..length], listener, step);
-                    // If there are many, more may be waiting, and the kernel keeps a limited number.
-                    if own && length < BUFFER / 2 {
-                        step(Step::Rests);
-                        let _ = poll(&mut ready[1..], Some(&REST));
+            let (mut own, mut bytes) = (true, 0);
+            for _ in 0..READS {
+                match rustix::io::read(&self.group, &mut buffer) {
+                    Ok(length) => {
+                        own &= self.take(&buffer[..length], listener, step);
+                        bytes += length;
+                    }
+                    Err(Errno::AGAIN | Errno::INTR) => break,
+                    Err(errno) => {
+                        // Nothing that was promised holds any longer.
+                        tracing::error!("the share is no longer watched for changes on the host: {errno}");
+                        self.fail(listener);
+                        return;
                     }
                 }
-                Err(Errno::AGAIN | Errno::INTR) => {}
-                Err(errno) => {
-                    // Nothing that was promised holds any longer.
-                    tracing::error!("the share is no longer watched for changes on the host: {errno}");
-                    self.fail(listener);
-                    return;
-                }
+            }
+            listener.all_told();
+            // If there are many, more may be waiting, and the kernel keeps a limited number.
+            if own && bytes < BUFFER / 2 {
+                step(Step::Rests);
+                let _ = poll(&mut ready[1..], Some(&REST));
             }
         }
     }
@@ -512,7 +525,8 @@ impl Shared {
             let one = |nodes: &[u64]| nodes.first().copied().unwrap_or(0);
             let (dir, name) = (one(&dirs), event.place.name);
             let to = (event.mask & libc::FAN_RENAME != 0).then(|| (one(&to), event.to.name));
-            listener.change(&Change { mask: event.mask, node: one(&nodes), dir, name, to });
+            let (node, file) = (one(&nodes), event.object);
+            listener.change(&Change { mask: event.mask, node, file, dir, name, to });
         }
     }
 }

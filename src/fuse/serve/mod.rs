@@ -1,5 +1,6 @@
 //! Every opcode: what it asks the file system for, and with which arguments.
 
+mod agent;
 mod data;
 mod names;
 
@@ -208,7 +209,7 @@ impl<F: FileSystem> Server<F> {
                 let to: Fsxattr = ioctl_data(&args, request)?;
                 answer_ioctl(self, &args, reply, move |fs, patient| fs.set_fsxattr(node, fh, uid, &to, patient))
             }
-            _ => Err(Errno::NOTTY),
+            command => self.agent_call(command, &args, request, reply),
         }
     }
 

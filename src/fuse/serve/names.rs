@@ -7,6 +7,7 @@ use super::super::abi::*;
 use super::super::ops::*;
 use super::super::reply::Reply;
 use super::super::request::Request;
+use crate::agent::is_phantom;
 
 impl<F: FileSystem> Server<F> {
     /// The umask to apply. The guest's kernel has applied it unless DONT_MASK was settled.
@@ -17,7 +18,7 @@ impl<F: FileSystem> Server<F> {
     pub(super) fn forget(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {
         reply.silence();
         let args: ForgetIn = request.take()?;
-        self.fs.forget(request.header.nodeid, args.nlookup);
+        self.forget_one(request.header.nodeid, args.nlookup);
         Ok(())
     }
 
@@ -26,9 +27,16 @@ impl<F: FileSystem> Server<F> {
         let args: BatchForgetIn = request.take()?;
         for _ in 0..args.count {
             let one: ForgetOne = request.take()?;
-            self.fs.forget(one.nodeid, one.nlookup);
+            self.forget_one(one.nodeid, one.nlookup);
         }
         Ok(())
+    }
+
+    fn forget_one(&self, node: u64, nlookup: u64) {
+        match self.fs.agents() {
+            Some(agents) if is_phantom(node) => agents.forgot(node),
+            _ => self.fs.forget(node, nlookup),
+        }
     }
 
     pub(super) fn symlink(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {
