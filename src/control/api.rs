@@ -48,6 +48,8 @@ pub struct Status {
     pub watch: Watch,
     /// Whether the guest takes notifications.
     pub notifications: Switch,
+    /// The guest agent.
+    pub agent: Agent,
     /// Files are named by handle instead of by descriptor.
     pub file_handles: Switch,
     /// Reads and writes that wait for a disk go to io_uring.
@@ -124,6 +126,29 @@ pub struct Watch {
     pub marks: u64,
     /// Files and directories of which an event would be told.
     pub nodes: u64,
+}
+
+/// The guest agent (docs/guest.md).
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Agent {
+    /// Whether it keeps up, so that the guest has leases, or why not.
+    #[serde(flatten)]
+    pub switch: Switch,
+    /// Its threads.
+    pub threads: u32,
+    /// Changes that wait for it, or that it is repeating.
+    pub waiting: u64,
+    /// Seconds for which the oldest of them has waited.
+    pub delay_s: f64,
+    /// Changes that it has repeated.
+    pub repeated: u64,
+    /// Changes that it could not repeat: the guest saw only the outcome.
+    pub failed: u64,
+    /// Why, of the last of them.
+    pub last_error: Option<String>,
+    /// How often changes were lost, so that the guest looked at everything again.
+    pub lost: u64,
 }
 
 /// Live migration.

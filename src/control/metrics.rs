@@ -171,6 +171,17 @@ impl All {
         metrics.gauge("watch_marks", "fanotify marks", watched.marks as u64)?;
         metrics.gauge("watch_nodes", "Files and directories whose changes are told", watched.nodes as u64)?;
         metrics.counter("watch_events", "Events of the host that were taken up", watched.events)?;
+        let agent = sources.server.fs().agent_facts();
+        metrics.gauge("agent_threads", "Threads of the guest agent", agent.threads as u64)?;
+        metrics.gauge("agent_waiting", "Changes that wait for the guest agent", agent.waiting as u64)?;
+        let counts = agent.counts;
+        metrics.counters(
+            "agent_changes",
+            "Changes that the guest agent repeated, could not repeat, and times that changes were lost",
+            [("repeated", counts.repeated), ("failed", counts.failed), ("lost", counts.lost)]
+                .into_iter()
+                .map(|(result, n)| ("result", result.to_owned(), n)),
+        )?;
         let uptime = sources.facts.since.elapsed().as_secs_f64();
         let help = "Seconds since the start";
         metrics.0.encode_descriptor("uptime_seconds", help, None, MetricType::Gauge)?.encode_gauge(&uptime)?;

@@ -7,7 +7,7 @@ use tokio::sync::oneshot;
 use tokio::time::timeout;
 
 use super::api::{
-    Frontend, Guest, Inode, Inodes, Mappings, Migration, Queue, Range, Slot, Status, Switch, Watch, Window,
+    Agent, Frontend, Guest, Inode, Inodes, Mappings, Migration, Queue, Range, Slot, Status, Switch, Watch, Window,
 };
 use super::routes::Refusal;
 use super::{Sources, State};
@@ -57,6 +57,7 @@ pub fn status(state: &Arc<State>) -> Status {
         },
         watch: watch(sources),
         notifications: notifications(sources),
+        agent: agent(sources),
         file_handles: Switch::off(sources.server.fs().why_no_handles()),
         io_uring: Switch::off(sources.urings.why_not()),
         migration: migration(sources.device.progress()),
@@ -122,6 +123,28 @@ fn notifications(sources: &Sources) -> Switch {
     Switch::off(why)
 }
 
+fn agent(sources: &Sources) -> Agent {
+    let facts = sources.server.fs().agent_facts();
+    let counts = facts.counts;
+    let why = match flags(sources) {
+        None => Some(NO_SESSION.to_owned()),
+        Some(_) if facts.threads == 0 => Some("no thruway-guest runs in the guest".into()),
+        Some(_) if !facts.current => Some(format!("it is {:.1} s behind", facts.delay.as_secs_f64())),
+        Some(_) => None,
+    };
+    Agent {
+        switch: Switch::off(why),
+        threads: facts.threads as u32,
+        waiting: facts.waiting as u64,
+        delay_s: facts.delay.as_secs_f64(),
+        repeated: counts.repeated,
+        failed: counts.failed,
+        last_error: (counts.failed > 0)
+            .then(|| std::io::Error::from_raw_os_error(counts.errno.try_into().unwrap_or(libc::EIO)).to_string()),
+        lost: counts.lost,
+    }
+}
+
 fn watch(sources: &Sources) -> Watch {
     let fs = sources.server.fs();
     let watched = fs.watched();
@@ -129,6 +152,7 @@ fn watch(sources: &Sources) -> Watch {
         (None, _) => Some(sources.facts.no_watch.clone().unwrap_or_else(|| "there is none".into())),
         (Some(watched), _) if watched.failed => Some("the host's events cannot be read any more".into()),
         (Some(_), None) => Some(NO_SESSION.into()),
+        (Some(_), Some(_)) if fs.agent_facts().threads > 0 => None,
         (Some(_), Some(flags)) => notifications(sources).why.or_else(|| fs.why_untold(flags).map(Into::into)),
     };
     let watched = watched.unwrap_or_default();

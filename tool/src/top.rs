@@ -105,7 +105,7 @@ fn describe(status: &Status) -> String {
 }
 
 /// What can be on or off, with details.
-fn switches(status: &Status) -> [(&'static str, &Switch, String); 7] {
+fn switches(status: &Status) -> [(&'static str, &Switch, String); 8] {
     let window = |window: &thruway::control::api::Window| match window.switch.on {
         true => format!(", {}, {} mappings", bytes(window.size as f64), window.mappings),
         false => String::new(),
@@ -114,12 +114,17 @@ fn switches(status: &Status) -> [(&'static str, &Switch, String); 7] {
         true => format!(", {} marks, {} files", status.watch.marks, status.watch.nodes),
         false => String::new(),
     };
+    let agent = match status.agent.switch.on {
+        true => format!(", {} changes repeated, {} not", status.agent.repeated, status.agent.failed),
+        false => String::new(),
+    };
     [
         ("DAX", &status.dax.switch, window(&status.dax)),
         ("passthrough", &status.passthrough.switch, window(&status.passthrough)),
         ("guard", &status.guard, String::new()),
         ("watch", &status.watch.switch, watch),
         ("notifications", &status.notifications, String::new()),
+        ("guest agent", &status.agent.switch, agent),
         ("file handles", &status.file_handles, String::new()),
         ("io_uring", &status.io_uring, String::new()),
     ]
