@@ -36,6 +36,8 @@ PROMISES = {
     # The guest believes for a day that a name does not exist.
     "negative": AUTO | {"created": LATE},
     "notified": dict.fromkeys(NEVER, TOLD),
+    # A stock guest with the guest agent.
+    "agent": dict.fromkeys(NEVER, TOLD),
     # The guest believes its own size.
     "notified-writeback": dict.fromkeys(NEVER, TOLD) | {"grown": LATE},
 }
@@ -302,6 +304,20 @@ def without_event():
     os.close(fd)
 
 
+def many_changes():
+    """More changes than the daemon keeps for the agent, while the guest stands still. Then the agent shows the guest everything again."""
+    host("mkdir flood; for f in $(seq 100); do echo old >flood/$f; done")
+    f = f"{S}/flood"
+    keep(lambda: [read(f"{f}/{number}") for number in range(1, 101)], [b"old\n"] * 100)
+    changes = "seq 1001 51000 | xargs touch; for f in $(seq 100); do echo new >$f; done; rm 7; mv 8 9"
+    host(f"stop_guest; (cd flood; {changes}); continue_guest", 300)
+    new = [ENOENT if number in (7, 8) else b"new\n" for number in range(1, 101)]
+    look = lambda: [result(lambda: read(f"{f}/{number}")) for number in range(1, 101)]
+    seen("the contents of 100 files", look, None, new, TOLD)
+    host("echo newer >flood/50")
+    seen("a change after that", lambda: read(f"{f}/50"), b"new\n", b"newer\n", TOLD)
+
+
 def too_many_changes():
     """The guest stands still while the host changes more than the daemon keeps notifications of."""
     host("mkdir flood; for f in $(seq 100); do echo old >flood/$f; done")
@@ -329,12 +345,17 @@ def too_many_changes():
 MORE_SHARES = {"negative": ("n",), "notified": ("n",)}
 for tag in ("meet", "s") + (MORE_SHARES.get(mode, ()) if role == "a" else ()):
     mount(tag)
+agent = start_agent()
 if role == "b":
     obey()
 else:
-    more = {"auto": [kept], "negative": [missing_for_a_second], "notified": [without_event, too_many_changes]}
+    more = {"auto": [kept], "agent": [many_changes], "negative": [missing_for_a_second], "notified": [without_event, too_many_changes]}
     steps((by_itself,), (by_the_host,), (by_another_guest,), *((step,) for step in more.get(mode, ())))
     guest_b("end")
     # The other share, if there is one, is left to the end of the guest.
+# The agent holds no mount.
 umount("s")
 umount("meet")
+if agent:
+    agent.terminate()
+    equal(agent.wait(), 0)

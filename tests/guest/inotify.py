@@ -178,6 +178,7 @@ role, files = sys.argv[1], int(sys.argv[2])
 libc.inotify_add_watch.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_uint32]
 mount("s")
 mount("meet")
+start_agent()
 # First, since the other guest waits for it.
 meet(role)
 by_each_other()

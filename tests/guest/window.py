@@ -1,5 +1,6 @@
 """Functions that the window tests share: commands on the host, mounts, mapped files."""
 
+import atexit
 import ctypes
 import mmap
 import os
@@ -38,6 +39,23 @@ def host(command, patience=60):
     output, _, status = read(answer).decode().rstrip("\n").rpartition("\n")
     assert status == "0", f"on the host, {command[:200]}: status {status}: {output}"
     return output
+
+
+def start_agent(shares=(S,)):
+    """Starts the guest agent, if the case has one, and waits until it repeats the changes of these mounted shares."""
+    program = "/host/thruway-guest"
+    if not os.path.exists(program):
+        return None
+    log = open("/tmp/agent.log", "ab", buffering=0)
+    agent = subprocess.Popen([program], stderr=log)
+    # User-Mode Linux does not power off while a process waits in a request.
+    atexit.register(lambda: (agent.terminate(), agent.wait()))
+    deadline = time.monotonic() + 60
+    for share in shares:
+        while f"{os.path.basename(share)}: changes by others are repeated" not in read("/tmp/agent.log").decode():
+            assert agent.poll() is None and time.monotonic() < deadline, read("/tmp/agent.log").decode()
+            time.sleep(0.01)
+    return agent
 
 
 def host_number(command):

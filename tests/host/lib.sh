@@ -42,6 +42,13 @@ note() { printf 'note: %s\n' "$*"; }
 pick() { if [[ $SOAK ]]; then echo "$2"; else echo "$1"; fi; }
 make_share() { mkdir -m 755 "$work/$1"; }
 
+# with_agent: the guests of this case find the agent in /host, and their scripts start it.
+with_agent() {
+    mkdir "$work/guest"
+    cp "$guest_dir"/* "$root/target/release/thruway-guest" "$work/guest"
+    guest_dir=$work/guest
+}
+
 # A share in memory, for cases that would otherwise wait for the host's disk at every fsync.
 make_fast_share() {
     make_share "$1"
