@@ -1,0 +1,275 @@
+//! The guest agent's requests, as its kernel would send them, over a real directory: what was not asked for changes
+//! nothing on the host.
+
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::process::Command;
+use std::sync::atomic::AtomicBool;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
+
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+use tempfile::TempDir;
+use thruway::fs::{Config, PassthroughFs, proc_self_fd};
+use thruway::fuse::abi::*;
+use thruway::fuse::buf::IoRange;
+use thruway::fuse::ops::Wait;
+use thruway::fuse::{Io, Job, Release, Server, Stopping, Transport, WayBack, Work};
+use thruway::watch::Watch;
+use thruway_guest::protocol::{self, Batch, Change, Done, Hello, MARKER, MESSAGE, PHANTOMS, ops};
+use zerocopy::{FromBytes, IntoBytes};
+
+/// A limit on hangs.
+const LONG: Duration = Duration::from_secs(100);
+
+/// The agent's thread, and a user's.
+const AGENT: u32 = 7;
+const USER: u32 = 8;
+
+/// Serves everything at once, and keeps parked replies apart.
+#[derive(Default)]
+struct Here {
+    may_wait: bool,
+    again: bool,
+    job: Option<Job>,
+    parked: Option<Receiver<Vec<u8>>>,
+}
+
+impl Transport for Here {
+    fn moves(&mut self, _bytes: usize) -> bool {
+        false
+    }
+
+    fn may_wait(&self) -> bool {
+        self.may_wait
+    }
+
+    fn io(&mut self, _io: Io, _data: &IoRange) {
+        self.again = true;
+    }
+
+    fn serve_anew(&mut self, _since: Option<std::time::Instant>) {
+        self.again = true;
+    }
+
+    fn detach(&mut self) -> WayBack {
+        unreachable!("there is no window")
+    }
+
+    fn run(&mut self, _wait: Wait, job: Job) -> Result<(), Errno> {
+        self.job = Some(job);
+        Ok(())
+    }
+
+    fn park(&mut self, _bytes: usize, _release: Release) -> Option<(WayBack, Stopping)> {
+        let (send, parked) = channel();
+        self.parked = Some(parked);
+        Some((Box::new(move |reply| drop(send.send(reply))), Box::new(|| false)))
+    }
+}
+
+struct Guest {
+    server: Server<PassthroughFs>,
+    work: Work,
+    dir: TempDir,
+    hidden: u64,
+    marker: u64,
+}
+
+impl Guest {
+    fn new() -> Self {
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let root: OwnedFd = rustix::fs::open(dir.path(), flags, Mode::empty()).unwrap();
+        let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), Config::default()).unwrap();
+        let server = Server::new(fs.with_watch(Some(Watch::new().unwrap())).unwrap());
+        let mut guest = Self { server, work: Work::default(), dir, hidden: 0, marker: 0 };
+        let init = InitIn { major: 7, minor: 45, flags: u32::MAX, flags2: 0, ..Default::default() };
+        guest.call(0, Opcode::Init, 0, &[init.as_bytes()]).unwrap();
+        guest
+    }
+
+    /// Sends a request of a thread. Returns the reply's body or the errno, or what waits for it.
+    fn send(&mut self, pid: u32, opcode: Opcode, nodeid: u64, parts: &[&[u8]]) -> Result<Vec<u8>, Receiver<Vec<u8>>> {
+        let len = 40 + parts.iter().map(|p| p.len()).sum::<usize>();
+        let header = InHeader { len: len as u32, opcode: opcode as u32, unique: 9, nodeid, pid, ..Default::default() };
+        let mut request = [&[header.as_bytes()], parts].concat().concat();
+        let mut reply = vec![0; 1 << 16];
+        let mut here = Here::default();
+        loop {
+            self.work.readable.clear();
+            self.work.writable.clear();
+            let (head, tail) = request.split_at_mut(40);
+            for part in [head, tail] {
+                // SAFETY: the buffers stay as they are until the request is served.
+                unsafe { self.work.readable.push(part.as_mut_ptr(), part.len(), true) };
+            }
+            // SAFETY: as above.
+            unsafe { self.work.writable.push(reply.as_mut_ptr(), reply.len(), true) };
+            let n = self.server.handle(&mut self.work, &mut here);
+            if let Some(parked) = here.parked.take() {
+                return Err(parked);
+            }
+            if let Some(job) = here.job.take() {
+                let (send, sent) = channel();
+                job(Box::new(move |reply| send.send(reply).unwrap()), &AtomicBool::new(false));
+                return Ok(sent.recv().unwrap());
+            }
+            if !here.again {
+                reply.truncate(n);
+                return Ok(reply);
+            }
+            here = Here { may_wait: true, ..Here::default() };
+        }
+    }
+
+    fn call(&mut self, pid: u32, opcode: Opcode, nodeid: u64, parts: &[&[u8]]) -> Result<Vec<u8>, i32> {
+        let reply = self.send(pid, opcode, nodeid, parts).unwrap_or_else(|_| panic!("the request waits"));
+        let (header, body) = OutHeader::ref_from_prefix(&reply).unwrap();
+        if header.error == 0 { Ok(body.to_vec()) } else { Err(-header.error) }
+    }
+
+    fn entry(&mut self, pid: u32, opcode: Opcode, nodeid: u64, parts: &[&[u8]]) -> Result<EntryOut, i32> {
+        self.call(pid, opcode, nodeid, parts).map(|body| EntryOut::read_from_bytes(&body).unwrap())
+    }
+
+    fn lookup(&mut self, pid: u32, name: &str) -> Result<EntryOut, i32> {
+        self.entry(pid, Opcode::Lookup, ROOT_ID, &[name.as_bytes(), b"\0"])
+    }
+
+    fn mknod(&mut self, pid: u32, parent: u64, name: &str) -> Result<EntryOut, i32> {
+        let args = MknodIn { mode: libc::S_IFREG, ..Default::default() };
+        self.entry(pid, Opcode::Mknod, parent, &[args.as_bytes(), name.as_bytes(), b"\0"])
+    }
+
+    fn ioctl(&mut self, pid: u32, cmd: u32, bytes: &[u8]) -> Result<Vec<u8>, Receiver<Vec<u8>>> {
+        let size = MESSAGE as u32;
+        let args = IoctlIn { cmd, in_size: size, out_size: size, ..Default::default() };
+        let mut message = vec![0; MESSAGE];
+        message[..bytes.len()].copy_from_slice(bytes);
+        self.send(pid, Opcode::Ioctl, ROOT_ID, &[args.as_bytes(), &message])
+    }
+
+    fn register(&mut self) {
+        let hello = self.ioctl(AGENT, protocol::HELLO, &protocol::VERSION.to_le_bytes()).unwrap();
+        let hello = Hello::decode(&hello[32..]).unwrap();
+        assert_eq!(self.lookup(USER, &hello.token).unwrap_err(), libc::ENOENT);
+        self.hidden = self.lookup(AGENT, &hello.token).unwrap().nodeid;
+        self.marker = self.mknod(AGENT, self.hidden, MARKER).unwrap().nodeid;
+        self.call(AGENT, Opcode::Unlink, self.hidden, &[MARKER.as_bytes(), b"\0"]).unwrap();
+        assert!(self.hidden >= PHANTOMS && self.marker >= PHANTOMS);
+    }
+
+    /// The agent waits for what the host does in `change`.
+    fn batch(&mut self, done: u64, change: impl FnOnce(&Path)) -> Batch {
+        let done = Done { batch: done, ..Done::default() };
+        let parked = self.ioctl(AGENT, protocol::WAIT, &done.encode()).unwrap_err();
+        change(self.dir.path());
+        let reply = parked.recv_timeout(LONG).unwrap();
+        Batch::decode(&reply[32..]).unwrap()
+    }
+
+    fn forget(&mut self, node: u64) {
+        let args = ForgetIn { nlookup: 2 };
+        assert!(self.send(0, Opcode::Forget, node, &[args.as_bytes()]).unwrap().is_empty());
+    }
+}
+
+/// Another process than the daemon makes a directory.
+fn mkdir(path: &Path) {
+    assert!(Command::new("mkdir").arg(path).status().unwrap().success());
+}
+
+fn file(dir: &Path, name: &str) {
+    std::fs::write(dir.join(name), name).unwrap();
+}
+
+#[test]
+fn the_agent_changes_nothing_that_it_was_not_asked_for() {
+    let mut guest = Guest::new();
+    file(guest.dir.path(), "kept");
+    let kept = guest.lookup(USER, "kept").unwrap().nodeid;
+    guest.register();
+    let batch = guest.batch(0, |dir| mkdir(&dir.join("new")));
+    assert!(batch.changes.iter().any(|change: &Change| change.has(ops::CREATE) && change.place.name == b"new"));
+    let rename = Rename2In { newdir: ROOT_ID, ..Default::default() };
+    let size = SetattrIn { valid: SetattrValid::SIZE.bits(), ..Default::default() };
+    let open = OpenIn { flags: (libc::O_WRONLY | libc::O_TRUNC) as u32, open_flags: 0 };
+    let create = CreateIn { flags: libc::O_RDWR as u32, mode: 0o600, ..Default::default() };
+    for (opcode, node, parts) in [
+        (Opcode::Unlink, ROOT_ID, vec![&b"kept\0"[..]]),
+        (Opcode::Rmdir, ROOT_ID, vec![b"new\0"]),
+        (Opcode::Mkdir, ROOT_ID, vec![MkdirIn::default().as_bytes(), b"other\0"]),
+        (Opcode::Symlink, ROOT_ID, vec![b"link\0", b"target\0"]),
+        (Opcode::Link, ROOT_ID, vec![LinkIn { oldnodeid: kept }.as_bytes(), b"link\0"]),
+        (Opcode::Rename2, ROOT_ID, vec![rename.as_bytes(), b"kept\0", b"moved\0"]),
+        (Opcode::Create, ROOT_ID, vec![create.as_bytes(), b"created\0"]),
+        (Opcode::Setattr, kept, vec![size.as_bytes()]),
+        (Opcode::Open, kept, vec![open.as_bytes()]),
+        (Opcode::Write, kept, vec![WriteIn { size: 1, ..Default::default() }.as_bytes(), b"x"]),
+        (Opcode::Removexattr, kept, vec![b"user.x\0"]),
+        (Opcode::Fallocate, kept, vec![FallocateIn::default().as_bytes()]),
+    ] {
+        assert_eq!(guest.call(AGENT, opcode, node, &parts), Err(libc::EPERM), "{opcode:?}");
+    }
+    // An attribute that it sets is not set.
+    let mode = SetattrIn { valid: SetattrValid::MODE.bits(), mode: 0o777, ..Default::default() };
+    guest.call(AGENT, Opcode::Setattr, kept, &[mode.as_bytes()]).unwrap();
+    let mut names: Vec<_> = std::fs::read_dir(guest.dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
+    names.sort();
+    assert_eq!(names, ["kept", "new"]);
+    assert_eq!(std::fs::read(guest.dir.path().join("kept")).unwrap(), b"kept");
+    // A user next to it is an ordinary one.
+    guest.call(USER, Opcode::Unlink, ROOT_ID, &[b"kept\0"]).unwrap();
+    assert!(!guest.dir.path().join("kept").exists());
+    // When its process is gone, the thread id may be a user's.
+    guest.forget(guest.marker);
+    guest.call(AGENT, Opcode::Rmdir, ROOT_ID, &[b"new\0"]).unwrap();
+    assert!(!guest.dir.path().join("new").exists());
+}
+
+#[test]
+fn what_it_repeats_is_a_phantom_for_a_moment() {
+    let mut guest = Guest::new();
+    guest.register();
+    let batch = guest.batch(0, |dir| mkdir(&dir.join("new")));
+    // Rule 4 of docs/guest-agent.md: nobody has looked it up, so the kernel makes the event.
+    let made = || [MkdirIn::default().as_bytes(), b"new\0"].concat();
+    assert_eq!(guest.lookup(AGENT, "new").unwrap_err(), libc::ENOENT);
+    let phantom = guest.entry(AGENT, Opcode::Mkdir, ROOT_ID, &[&made()]).unwrap();
+    assert!(phantom.nodeid >= PHANTOMS);
+    assert_eq!((phantom.entry_valid, phantom.attr_valid, phantom.attr.mode & libc::S_IFMT), (0, 0, libc::S_IFDIR));
+    assert_eq!(guest.call(AGENT, Opcode::Mkdir, ROOT_ID, &[&made()]), Err(libc::EPERM));
+    // All others see the true one.
+    let node = guest.lookup(USER, "new").unwrap().nodeid;
+    assert!(node < PHANTOMS);
+    // Somebody has looked this one up before it is repeated: it is there, and no mount on it is detached.
+    let mut seen = guest.batch(batch.id, |dir| mkdir(&dir.join("seen")));
+    while !seen.changes.iter().any(|change| change.place.name == b"seen") {
+        seen = guest.batch(seen.id, |_| {});
+    }
+    let node = guest.lookup(USER, "seen").unwrap().nodeid;
+    assert_eq!(guest.lookup(AGENT, "seen").unwrap().nodeid, node);
+    let made = [MkdirIn::default().as_bytes(), b"seen\0"].concat();
+    assert_eq!(guest.call(AGENT, Opcode::Mkdir, ROOT_ID, &[&made]), Err(libc::EEXIST));
+}
+
+#[test]
+fn there_are_leases_while_the_agent_keeps_up() {
+    let mut guest = Guest::new();
+    file(guest.dir.path(), "file");
+    assert_eq!(guest.lookup(USER, "file").unwrap().entry_valid, 1);
+    guest.register();
+    let waits = guest.ioctl(AGENT, protocol::WAIT, &Done::default().encode()).unwrap_err();
+    // The first look learns of the file.
+    while guest.lookup(USER, "file").unwrap().attr_valid != 60 {}
+    let missing = guest.lookup(USER, "none").unwrap();
+    assert_eq!((missing.nodeid, missing.entry_valid), (0, 60));
+    guest.forget(guest.marker);
+    assert_eq!(guest.lookup(USER, "file").unwrap().entry_valid, 1);
+    assert_eq!(guest.lookup(USER, "none").unwrap_err(), libc::ENOENT);
+    // Its reply was dropped, which answers EIO.
+    let reply = waits.recv_timeout(LONG).unwrap();
+    assert_eq!(OutHeader::read_from_prefix(&reply).unwrap().0.error, -libc::EIO);
+}
