@@ -259,15 +259,21 @@ fn what_it_repeats_is_a_phantom_for_a_moment() {
 fn there_are_leases_while_the_agent_keeps_up() {
     let mut guest = Guest::new();
     file(guest.dir.path(), "file");
-    assert_eq!(guest.lookup(USER, "file").unwrap().entry_valid, 1);
+    let opendir = |guest: &mut Guest| {
+        let open = guest.call(USER, Opcode::Opendir, ROOT_ID, &[OpenIn::default().as_bytes()]).unwrap();
+        OpenOut::read_from_bytes(&open).unwrap().open_flags
+    };
+    assert_eq!((guest.lookup(USER, "file").unwrap().entry_valid, opendir(&mut guest)), (1, 0));
     guest.register();
     let waits = guest.ioctl(AGENT, protocol::WAIT, &Done::default().encode()).unwrap_err();
     // The first look learns of the file.
     while guest.lookup(USER, "file").unwrap().attr_valid != 60 {}
     let missing = guest.lookup(USER, "none").unwrap();
     assert_eq!((missing.nodeid, missing.entry_valid), (0, 60));
+    // The guest keeps the listing.
+    assert_eq!(opendir(&mut guest), (OpenFlags::KEEP_CACHE | OpenFlags::CACHE_DIR).bits());
     guest.forget(guest.marker);
-    assert_eq!(guest.lookup(USER, "file").unwrap().entry_valid, 1);
+    assert_eq!((guest.lookup(USER, "file").unwrap().entry_valid, opendir(&mut guest)), (1, 0));
     assert_eq!(guest.lookup(USER, "none").unwrap_err(), libc::ENOENT);
     // Its reply was dropped, which answers EIO.
     let reply = waits.recv_timeout(LONG).unwrap();

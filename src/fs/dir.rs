@@ -191,6 +191,8 @@ impl Dirs for PassthroughFs {
         }
         let file = inode.open(&self.places, OFlags::RDONLY | OFlags::DIRECTORY)?;
         let open_flags = match self.config.cache {
+            // The agent makes the guest drop a listing that is out of date.
+            CachePolicy::Auto if self.repeats_in(&inode) => OpenFlags::KEEP_CACHE | OpenFlags::CACHE_DIR,
             CachePolicy::Auto | CachePolicy::Never => OpenFlags::empty(),
             CachePolicy::Always | CachePolicy::Metadata => OpenFlags::KEEP_CACHE | OpenFlags::CACHE_DIR,
         };

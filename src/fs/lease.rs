@@ -237,6 +237,11 @@ impl PassthroughFs {
         if marked == Ok(true) { Ok((look()?, true)) } else { Ok((st, false)) }
     }
 
+    /// Whether the guest's agent repeats what others do in this directory.
+    pub(super) fn repeats_in(&self, dir: &Inode) -> bool {
+        self.agents.is_current() && self.watch_of_caches().is_some_and(|watch| watch.is_marked(dir.id))
+    }
+
     /// How long a name may be kept.
     pub(super) fn name_timeout(&self, sight: Sight) -> Duration {
         self.timeout_of(sight.named)
