@@ -264,6 +264,9 @@ fn there_are_leases_while_the_agent_keeps_up() {
         OpenOut::read_from_bytes(&open).unwrap().open_flags
     };
     assert_eq!((guest.lookup(USER, "file").unwrap().entry_valid, opendir(&mut guest)), (1, 0));
+    // It registers again when it hears that.
+    let refused = guest.ioctl(AGENT, protocol::WAIT, &Done::default().encode()).unwrap();
+    assert_eq!(OutHeader::read_from_prefix(&refused).unwrap().0.error, -libc::ENOTCONN);
     guest.register();
     let waits = guest.ioctl(AGENT, protocol::WAIT, &Done::default().encode()).unwrap_err();
     // The first look learns of the file.

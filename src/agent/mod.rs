@@ -417,6 +417,14 @@ impl Agents {
         Ok(())
     }
 
+    /// Whether the thread may wait.
+    ///
+    /// # Errors
+    /// Those of [`wait`](Self::wait).
+    pub fn may_wait(&self, pid: u32) -> Result<()> {
+        self.state.lock().waiter(pid).map(drop)
+    }
+
     /// The thread has carried out a batch, and waits for the next. `stops`: its queue is to stop, so it gets an empty
     /// one. It is called when the thread waits already.
     ///
@@ -425,13 +433,7 @@ impl Agents {
     pub fn wait(self: &Arc<Self>, pid: u32, done: Done, answer: Answer, stops: impl FnOnce() -> bool) -> Result<()> {
         let now = (self.clock)();
         let mut state = self.state.lock();
-        let thread = state.thread(pid)?;
-        if !thread.registered {
-            return Err(Errno::NOTCONN);
-        }
-        if thread.parked.is_some() {
-            return Err(Errno::BUSY);
-        }
+        let thread = state.waiter(pid)?;
         thread.parked = Some(Parked { answer, until: now + Duration::from_millis(WAIT_MS.into()) });
         match thread.given.take() {
             Some(given) if given.id == done.batch => {
@@ -621,6 +623,15 @@ impl State {
     /// ENOTCONN if the thread is not known.
     fn thread(&mut self, pid: u32) -> Result<&mut Thread> {
         self.threads.iter_mut().find(|thread| thread.pid == pid).ok_or(Errno::NOTCONN)
+    }
+
+    /// A thread that may wait.
+    fn waiter(&mut self, pid: u32) -> Result<&mut Thread> {
+        match self.thread(pid)? {
+            thread if !thread.registered => Err(Errno::NOTCONN),
+            thread if thread.parked.is_some() => Err(Errno::BUSY),
+            thread => Ok(thread),
+        }
     }
 
     /// The number of a new phantom that is no directory, and has another after it.

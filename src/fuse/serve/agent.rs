@@ -68,6 +68,8 @@ impl<F: FileSystem> Server<F> {
                 if agents.has_lost() {
                     agents.look_again(self.fs.known_nodes());
                 }
+                // Once it is parked, no errno can be told.
+                agents.may_wait(pid)?;
                 let release = agents.clone();
                 let (late, stopping) =
                     reply.park(size_of::<IoctlOut>() + MESSAGE, Arc::new(move || release.release()))?;
