@@ -59,9 +59,3 @@ case_caching_notified_writeback() {
     kind=uml-smp
     caching notified-writeback --cache=auto --writeback --lease-timeout=3600
 }
-
-# The same in stock guests, with the guest agent.
-case_caching_agent() {
-    with_agent
-    caching agent --cache=always --lease-timeout=3600
-}
