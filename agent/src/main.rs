@@ -12,7 +12,7 @@ use std::io::Write;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use share::Share;
 
 const HELP: &str = "\
@@ -58,17 +58,19 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
     if !rustix::process::geteuid().is_root() {
         return Err("must run as root".into());
     }
+    sys::share_heap();
     let signals = sys::end_signals()?;
     // The kernel says by POLLPRI when it has changed.
     let info = fs::File::open("/proc/self/mountinfo").map_err(|e| format!("cannot read /proc/self/mountinfo: {e}"))?;
-    let mut shares = HashMap::new();
+    let (mut shares, mut all) = (HashMap::new(), true);
     loop {
-        follow(&mut shares)?;
+        follow(&mut shares, all)?;
         let mut ready = [PollFd::new(&signals, PollFlags::IN), PollFd::new(&info, PollFlags::PRI)];
-        match poll(&mut ready, None) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+        all = match poll(&mut ready, Some(&LOOK)) {
+            Ok(happened) => happened == 0,
+            Err(rustix::io::Errno::INTR) => false,
             Err(errno) => return Err(errno.into()),
-        }
+        };
         if !ready[0].revents().is_empty() {
             shares.values().flatten().for_each(|share: &Arc<Share>| share.end());
             return Ok(());
@@ -76,25 +78,38 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
     }
 }
 
-/// Takes up the shares that are mounted now, and lets go of those that are not.
-fn follow(shares: &mut HashMap<u64, Option<Arc<Share>>>) -> std::io::Result<()> {
-    let mounted = mounts::shares(&fs::read("/proc/self/mountinfo")?);
+/// How often to look for shares in other mount namespaces. The kernel tells of changes in one's own only. It is two
+/// wake-ups a minute, and a container has run for some seconds before it misses an event.
+const LOOK: Timespec = Timespec { tv_sec: 30, tv_nsec: 0 };
+
+/// Takes up the shares that are mounted now, and lets go of those that are not. `all`: also looks at the mount
+/// namespaces of others, and tries again what has failed.
+fn follow(shares: &mut HashMap<u64, Option<Arc<Share>>>, all: bool) -> std::io::Result<()> {
+    let mut mounted = mounts::own()?;
+    if all || shares.keys().any(|dev| !mounts::has(&mounted, *dev)) {
+        mounted = mounts::all()?;
+    }
     shares.retain(|dev, share| {
-        let stays = mounted.iter().any(|mount| mount.dev == *dev);
+        let stays = mounts::has(&mounted, *dev);
         share.iter().filter(|_| !stays).for_each(|share| share.end());
         stays
     });
     for mount in mounted {
-        shares.entry(mount.dev).or_insert_with(|| match Share::open(&mount) {
-            Ok(share) => {
-                share.start();
-                Some(share)
+        let known = shares.get(&mount.dev);
+        match known {
+            Some(Some(share)) if all => share.revive(),
+            Some(Some(_)) => {}
+            Some(None) if !all => {}
+            None | Some(None) => {
+                let share = Share::open(&mount);
+                match &share {
+                    Ok(share) => share.start(),
+                    Err(errno) if known.is_none() => say(&format!("{}: cannot be opened: {errno}", mount.tag)),
+                    Err(_) => {}
+                }
+                shares.insert(mount.dev, share.ok());
             }
-            Err(errno) => {
-                say(&format!("{}: cannot be opened: {errno}", mount.tag));
-                None
-            }
-        });
+        }
     }
     Ok(())
 }

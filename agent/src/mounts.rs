@@ -1,46 +1,98 @@
-//! Which shares are mounted.
+//! Which shares are mounted, in any mount namespace.
 
+use std::collections::HashSet;
 use std::ffi::{OsStr, OsString};
+use std::fs;
+use std::io;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::PathBuf;
 
-/// A mount of a share.
+/// A mount of a share, or of a part of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mount {
     /// The superblock's device number, as stat(2) tells it.
     pub dev: u64,
-    /// Where it is mounted.
+    /// Where it is mounted, as its process sees it.
     pub path: OsString,
+    /// What of the share is mounted there, as a path below its root.
+    pub root: OsString,
     /// The share's tag.
     pub tag: String,
+    /// A process of the mount namespace, unless that is the agent's own.
+    pub pid: Option<u32>,
 }
 
-/// The shares of a mountinfo file of proc(5), each once. A mount of a part of a share does not count.
-pub fn shares(mountinfo: &[u8]) -> Vec<Mount> {
-    let mut shares: Vec<Mount> = Vec::new();
-    for line in mountinfo.split(|byte| *byte == b'\n') {
-        if let Some(mount) = parse(line) {
-            if shares.iter().all(|other| other.dev != mount.dev) {
-                shares.push(mount);
+impl Mount {
+    /// Where the agent finds it. In another namespace, what is below that process's root.
+    pub fn path_here(&self) -> PathBuf {
+        match self.pid {
+            None => self.path.clone().into(),
+            Some(pid) => {
+                let mut path = OsString::from(format!("/proc/{pid}/root"));
+                path.push(&self.path);
+                path.into()
             }
         }
     }
+}
+
+/// The shares of the agent's own mount namespace, each once.
+///
+/// # Errors
+/// If /proc cannot be read.
+pub fn own() -> io::Result<Vec<Mount>> {
+    Ok(shares(&fs::read("/proc/self/mountinfo")?, None))
+}
+
+/// The shares of all mount namespaces of processes that the agent sees, each once. Its own come first.
+///
+/// # Errors
+/// If /proc cannot be read.
+pub fn all() -> io::Result<Vec<Mount>> {
+    let mut seen = HashSet::from([fs::read_link("/proc/self/ns/mnt")?]);
+    let mut found = own()?;
+    for process in fs::read_dir("/proc")? {
+        let Some(pid) = process?.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+        // It may have ended meanwhile, or be a thread of the kernel.
+        let Ok(namespace) = fs::read_link(format!("/proc/{pid}/ns/mnt")) else { continue };
+        if seen.insert(namespace) {
+            let Ok(info) = fs::read(format!("/proc/{pid}/mountinfo")) else { continue };
+            let more = shares(&info, Some(pid));
+            found.extend(more.into_iter().filter(|mount| !has(&found, mount.dev)).collect::<Vec<_>>());
+        }
+    }
+    Ok(found)
+}
+
+/// Whether a share is among these mounts.
+pub fn has(mounts: &[Mount], dev: u64) -> bool {
+    mounts.iter().any(|mount| mount.dev == dev)
+}
+
+/// The shares of a mountinfo file of proc(5), each once, and the whole one if it is there.
+fn shares(mountinfo: &[u8], pid: Option<u32>) -> Vec<Mount> {
+    let mut shares: Vec<Mount> = mountinfo.split(|byte| *byte == b'\n').filter_map(|line| parse(line, pid)).collect();
+    shares.sort_by_key(|mount| (mount.dev, mount.root.len()));
+    shares.dedup_by_key(|mount| mount.dev);
     shares
 }
 
-fn parse(line: &[u8]) -> Option<Mount> {
+fn parse(line: &[u8], pid: Option<u32>) -> Option<Mount> {
     let mut fields = line.split(|byte| *byte == b' ');
     let dev = std::str::from_utf8(fields.nth(2)?).ok()?;
     let (major, minor) = dev.split_once(':')?;
     let (root, path) = (fields.next()?, fields.next()?);
     let mut rest = fields.skip_while(|field| *field != b"-").skip(1);
     let (kind, source) = (rest.next()?, rest.next()?);
-    if kind != b"virtiofs" || root != b"/" {
+    if kind != b"virtiofs" {
         return None;
     }
     Some(Mount {
         dev: rustix::fs::makedev(major.parse().ok()?, minor.parse().ok()?),
         path: OsString::from_vec(unescape(path)),
+        root: OsString::from_vec(unescape(root)),
         tag: OsStr::from_bytes(&unescape(source)).to_string_lossy().into_owned(),
+        pid,
     })
 }
 
@@ -71,13 +123,21 @@ mod tests {
     #[test]
     fn shares_are_found_once() {
         let info = b"22 1 0:20 / / rw - ext4 /dev/vda rw\n\
+            30 22 0:40 /part /mnt/part rw - virtiofs tag rw\n\
             31 22 0:40 / /mnt/a\\040b rw,relatime shared:7 - virtiofs tag\\134x rw\n\
             32 22 0:40 / /mnt/again rw - virtiofs tag rw\n\
-            33 22 0:41 /part /mnt/part rw - virtiofs other rw\n\
-            34 22 0:42 / /mnt/c rw - virtiofs c rw\nnonsense\n";
-        let dev = |minor| rustix::fs::makedev(0, minor);
-        let a = Mount { dev: dev(40), path: "/mnt/a b".into(), tag: "tag\\x".into() };
-        let c = Mount { dev: dev(42), path: "/mnt/c".into(), tag: "c".into() };
-        assert_eq!(shares(info), [a, c]);
+            33 22 0:41 /part /mnt/part rw - virtiofs other rw\nnonsense\n";
+        let mount = |minor, path: &str, root: &str, tag: &str| Mount {
+            dev: rustix::fs::makedev(0, minor),
+            path: path.into(),
+            root: root.into(),
+            tag: tag.into(),
+            pid: None,
+        };
+        assert_eq!(
+            shares(info, None),
+            [mount(40, "/mnt/a b", "/", "tag\\x"), mount(41, "/mnt/part", "/part", "other")]
+        );
+        assert_eq!(shares(info, Some(7))[1].path_here(), PathBuf::from("/proc/7/root/mnt/part"));
     }
 }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
-use rustix::fs::{AtFlags, FileType, Mode, OFlags, fstat, fstatfs, mknodat, openat, unlinkat};
+use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, fstat, fstatfs, mknodat, openat, unlinkat};
 use rustix::io::Errno;
 use rustix::mount::{OpenTreeFlags, open_tree};
 use thruway_guest::protocol::{Batch, Done, HELLO, Hello, MARKER, STOP, VERSION, WAIT};
@@ -23,6 +23,15 @@ const THREADS: usize = 4;
 /// f_type of FUSE file systems (FUSE_SUPER_MAGIC of fs/fuse/inode.c).
 const FUSE: i64 = 0x6573_5546;
 
+/// The root's nodeid (FUSE_ROOT_ID of include/uapi/linux/fuse.h).
+const ROOT: u64 = 1;
+
+/// A mount of one's own of what is mounted there.
+fn clone_of(place: &OwnedFd) -> Result<OwnedFd> {
+    let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
+    open_tree(place, c"", flags | OpenTreeFlags::AT_EMPTY_PATH)
+}
+
 /// A share that a daemon serves which knows agents, or that may be such a one.
 pub struct Share {
     tag: String,
@@ -33,6 +42,8 @@ pub struct Share {
     /// Threads that wait for changes.
     waiting: AtomicUsize,
     ended: AtomicBool,
+    /// Its daemon knows no agent.
+    foreign: AtomicBool,
     /// What was said last, so that it is not said twice.
     said: Mutex<String>,
 }
@@ -43,13 +54,24 @@ impl Share {
     /// # Errors
     /// Those of the system calls; ENODEV if something else is mounted there.
     pub fn open(mount: &Mount) -> Result<Arc<Self>> {
-        let tree =
-            open_tree(rustix::fs::CWD, &mount.path, OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC)?;
-        let root = openat(&tree, c".", OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
-        let is_it = fstat(&root)?.st_dev == mount.dev && fstatfs(&root)?.f_type == FUSE;
+        let place = openat(CWD, mount.path_here(), OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
+        let tree = match mount.pid {
+            None => clone_of(&place)?,
+            // A mount can be cloned in its own namespace only.
+            Some(pid) => thread::scope(|scope| {
+                let cloned = scope.spawn(|| sys::enter_mounts(pid).and_then(|()| clone_of(&place)));
+                cloned.join().unwrap_or(Err(Errno::IO))
+            })?,
+        };
+        let top = openat(&tree, c".", OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
+        let is_it = fstat(&top)?.st_dev == mount.dev && fstatfs(&top)?.f_type == FUSE;
         if !is_it {
             return Err(Errno::NODEV);
         }
+        let root = match mount.root == "/" {
+            true => top,
+            false => sys::open_node(top.as_fd(), ROOT, OFlags::RDONLY | OFlags::DIRECTORY)?,
+        };
         Ok(Arc::new(Self {
             tag: mount.tag.clone(),
             _tree: tree,
@@ -57,6 +79,7 @@ impl Share {
             threads: AtomicUsize::new(0),
             waiting: AtomicUsize::new(0),
             ended: AtomicBool::new(false),
+            foreign: AtomicBool::new(false),
             said: Mutex::default(),
         }))
     }
@@ -90,6 +113,13 @@ impl Share {
         }
     }
 
+    /// Tries again, if it has failed.
+    pub fn revive(self: &Arc<Self>) {
+        if self.threads.load(Ordering::SeqCst) == 0 && !self.foreign.load(Ordering::SeqCst) {
+            self.start();
+        }
+    }
+
     /// Ends the threads, once they have nothing to do.
     pub fn end(&self) {
         self.ended.store(true, Ordering::SeqCst);
@@ -102,7 +132,10 @@ impl Share {
         }
         match errno {
             // Another daemon, or an older one: there is nothing to do.
-            Errno::NOTTY | Errno::NOSYS => self.say("its daemon knows no guest agent".into()),
+            Errno::NOTTY | Errno::NOSYS => {
+                self.foreign.store(true, Ordering::SeqCst);
+                self.say("its daemon knows no guest agent".into());
+            }
             Errno::OPNOTSUPP => self.say("its daemon does not watch the share for changes".into()),
             Errno::SRCH => self.say("it was mounted in another pid namespace: run the agent there".into()),
             Errno::ROFS => self.say(

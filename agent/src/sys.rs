@@ -1,10 +1,11 @@
 //! System calls that rustix lacks. All of the agent's `unsafe` is here.
 
 use std::ffi::CStr;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 use rustix::fs::OFlags;
 use rustix::io::Errno;
+use rustix::thread::{LinkNameSpaceType, UnshareFlags, move_into_link_name_space, unshare_unsafe};
 use thruway_guest::protocol::MESSAGE;
 
 type Result<T> = std::result::Result<T, Errno>;
@@ -28,17 +29,15 @@ fn check(result: libc::c_long) -> Result<i32> {
     }
 }
 
-/// ioctl(2) with a message, which it replaces by the answer.
-fn call(fd: BorrowedFd, command: u32, message: &mut [u8; MESSAGE]) -> Result<()> {
-    // SAFETY: the command's number says how many bytes the kernel reads and writes, and the message has so many.
-    check(unsafe { libc::syscall(libc::SYS_ioctl, fd.as_raw_fd(), u64::from(command), message.as_mut_ptr()) }).map(drop)
-}
-
-/// [`call`] with these bytes at the message's beginning. Returns the answer.
-pub fn ask(fd: BorrowedFd, command: u32, bytes: &[u8]) -> Result<[u8; MESSAGE]> {
-    let mut message = [0; MESSAGE];
+/// ioctl(2) with a message that begins with these bytes. Returns the answer, of [`MESSAGE`] bytes.
+pub fn ask(fd: BorrowedFd, command: u32, bytes: &[u8]) -> Result<Vec<u8>> {
+    // Not on the stack: each of an idle agent's threads would keep some of these.
+    let mut message = vec![0u8; MESSAGE];
     message[..bytes.len()].copy_from_slice(bytes);
-    call(fd, command, &mut message).map(|()| message)
+    let command = u64::from(command);
+    // SAFETY: the command's number says how many bytes the kernel reads and writes, and the message has so many.
+    check(unsafe { libc::syscall(libc::SYS_ioctl, fd.as_raw_fd(), command, message.as_mut_ptr()) })?;
+    Ok(message)
 }
 
 /// Opens a node that the guest's kernel knows. `mount`: an open directory of the share.
@@ -74,6 +73,24 @@ pub fn node_of(fd: BorrowedFd) -> Result<u64> {
     match handle.kind {
         HANDLE => Ok(u64::from(handle.words[0]) << 32 | u64::from(handle.words[1])),
         _ => Err(Errno::OPNOTSUPP),
+    }
+}
+
+/// Moves this thread into a process's mount namespace.
+pub fn enter_mounts(pid: u32) -> Result<()> {
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+    let namespace = rustix::fs::open(format!("/proc/{pid}/ns/mnt"), flags, rustix::fs::Mode::empty())?;
+    // SAFETY: the working directory and the root are separated from other threads', and no descriptors.
+    unsafe { unshare_unsafe(UnshareFlags::FS)? };
+    move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Mount))
+}
+
+/// Has all threads share one heap. glibc would give each its own, of some 20 KiB.
+pub fn share_heap() {
+    #[cfg(target_env = "gnu")]
+    // SAFETY: it changes where later allocations lie, and nothing else.
+    unsafe {
+        libc::mallopt(libc::M_ARENA_MAX, 1);
     }
 }
 
