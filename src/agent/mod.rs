@@ -75,8 +75,10 @@ struct State {
     list: List,
     /// Nodes that the guest is to look at again.
     refresh: Vec<u64>,
-    /// Changes were lost, and `refresh` does not have all nodes yet.
+    /// Changes were lost, and nobody has begun to look at everything again.
     lost: bool,
+    /// Somebody is about to say which nodes the guest knows.
+    gathers: bool,
     next_phantom: u64,
     next_batch: u64,
     /// When a thread asked or was answered last.
@@ -212,7 +214,8 @@ impl Agents {
             threads: Vec::new(),
             list: List::default(),
             refresh: Vec::new(),
-            lost: false,
+            lost: true,
+            gathers: false,
             next_phantom: start,
             next_batch: 1,
             asked: None,
@@ -335,8 +338,12 @@ impl Agents {
             if uid != 0 || thread.registered {
                 return Made::Refused;
             }
-            thread.registered = true;
             let marker = thread.marker;
+            if state.threads.iter().all(|thread| !thread.registered) {
+                // Nobody has told the guest what has changed since it has looked.
+                state.start_over();
+            }
+            state.thread(pid).into_iter().for_each(|thread| thread.registered = true);
             state.asked = Some(now);
             return Made::Marker(marker);
         }
@@ -460,16 +467,21 @@ impl Agents {
         Ok(())
     }
 
-    /// Whether the guest is to look at all nodes again, and [`look_again`](Self::look_again) does not know them yet.
-    pub fn has_lost(&self) -> bool {
-        self.any() && self.state.lock().lost
-    }
-
-    /// Changes were lost, so the guest looks at all these nodes again.
-    pub fn look_again(&self, nodes: Vec<u64>) {
+    /// If changes were lost, the guest looks at all these nodes again. Changes of the time in which they are gathered
+    /// are announced.
+    pub fn look_again(&self, nodes: impl FnOnce() -> Vec<u64>) {
         let mut state = self.state.lock();
-        state.lost = false;
-        state.refresh = nodes;
+        if !state.lost {
+            return;
+        }
+        (state.lost, state.gathers) = (false, true);
+        drop(state);
+        let nodes = nodes();
+        let mut state = self.state.lock();
+        state.gathers = false;
+        if !state.lost {
+            state.refresh = nodes;
+        }
     }
 
     /// Changes that others made were lost, or may have been.
@@ -534,17 +546,9 @@ impl Agents {
         let mut state = self.state.lock();
         self.known.store(0, Ordering::Relaxed);
         let threads = std::mem::take(&mut state.threads);
-        state.list = List::default();
-        state.refresh = Vec::new();
-        // What a session that moves here has missed is not known.
-        state.lost = true;
+        state.start_over();
         drop(state);
         drop(threads);
-    }
-
-    /// A new session: the guest has nothing that it could have missed.
-    pub fn begin(&self) {
-        self.state.lock().lost = false;
     }
 
     /// Answers threads that have waited for long, while there are any.
@@ -646,14 +650,23 @@ impl State {
         if let Some(given) = thread.given {
             self.list.put_back(given.work, given.since);
         }
+        if self.threads.is_empty() {
+            // Nothing is announced any more.
+            self.start_over();
+        }
         thread.parked
+    }
+
+    /// The guest is to look at everything.
+    fn start_over(&mut self) {
+        self.lost = true;
+        self.list = List::default();
+        self.refresh = Vec::new();
     }
 
     fn lose(&mut self) {
         self.counts.lost += 1;
-        self.lost = true;
-        self.list = List::default();
-        self.refresh = Vec::new();
+        self.start_over();
     }
 
     fn is_current(&self, now: Instant) -> bool {
@@ -661,7 +674,7 @@ impl State {
         let waits = self.threads.iter().any(|thread| thread.parked.is_some());
         let registered = self.threads.iter().any(|thread| thread.registered);
         registered
-            && !self.lost
+            && !(self.lost || self.gathers)
             && self.refresh.is_empty()
             && (waits || self.asked.is_some_and(in_time))
             && self.list.oldest().into_iter().all(in_time)
@@ -681,6 +694,7 @@ impl State {
             let batch = self.next_for(at, now);
             if !batch.changes.is_empty() {
                 ready.extend(self.threads[at].parked.take().map(|parked| Ready(parked.answer, batch)));
+                self.asked = Some(now);
             }
         }
         ready

@@ -30,7 +30,6 @@ impl Guest {
         let (start, now) = (Instant::now(), Arc::new(AtomicU64::new(0)));
         let clock = now.clone();
         let agents = Agents::with_clock(Box::new(move || start + Duration::from_millis(clock.load(Ordering::SeqCst))));
-        agents.begin();
         Self { agents: Arc::new(agents), now }
     }
 
@@ -44,7 +43,14 @@ impl Guest {
         let Look::Phantom(hidden) = self.agents.look(pid, ROOT, ROOT, hello.token.as_bytes()) else { panic!() };
         assert!(matches!(self.agents.look(pid, ROOT, hidden, MARKER.as_bytes()), Look::Missing));
         let Made::Marker(marker) = self.agents.make(pid, 0, hidden, MARKER.as_bytes(), false) else { panic!() };
+        // The guest knows no file yet.
+        self.agents.look_again(Vec::new);
         Hand { pid, hidden, marker, batch: 0, got: None }
+    }
+
+    /// Nobody has begun to look at everything.
+    fn has_lost(&self) -> bool {
+        self.agents.state.lock().lost
     }
 
     fn wait(&self, hand: &mut Hand) -> Result<()> {
@@ -95,7 +101,9 @@ fn only_root_registers_and_a_process_that_ends_is_forgotten() {
     let Made::Marker(marker) = guest.agents.make(7, 0, hidden, MARKER.as_bytes(), false) else { panic!() };
     guest.wait(&mut seven).unwrap();
     assert_eq!(guest.wait(&mut seven), Err(Errno::BUSY));
-    assert!(guest.agents.knows(7) && guest.agents.is_current());
+    assert!(guest.agents.knows(7) && !guest.agents.is_current());
+    guest.agents.look_again(Vec::new);
+    assert!(guest.agents.is_current());
     guest.agents.forgot(marker);
     // Its thread id may be another process's now.
     assert!(!guest.agents.knows(7) && !guest.agents.is_current());
@@ -165,8 +173,8 @@ fn a_directory_that_nobody_knows_is_the_hidden_one() {
     assert!(guest.agents.moves(7, (hand.hidden, b"far"), (2, b"near")).is_some());
     assert!(guest.agents.moves(7, (2, b"far"), (2, b"near")).is_none());
     // The thread is gone: another one has a hidden directory of its own.
-    guest.agents.forgot(hand.marker);
     let mut other = guest.hand(8);
+    guest.agents.forgot(hand.marker);
     guest.wait(&mut other).unwrap();
     assert_eq!(Guest::got(&mut other).unwrap(), [moved(ops::RENAME, (0, "far"), (2, "near"))]);
     assert!(guest.agents.moves(8, (other.hidden, b"far"), (2, b"near")).is_some());
@@ -259,8 +267,8 @@ fn what_was_not_acknowledged_is_done_again() {
     hand.batch += 1;
     guest.wait(&mut hand).unwrap();
     assert_eq!(Guest::got(&mut hand).unwrap(), [at(ops::CREATE, 2, "a")]);
-    guest.agents.forgot(hand.marker);
     let mut other = guest.hand(8);
+    guest.agents.forgot(hand.marker);
     guest.wait(&mut other).unwrap();
     assert_eq!(Guest::got(&mut other).unwrap(), [at(ops::CREATE, 2, "a")]);
 }
@@ -271,10 +279,13 @@ fn too_many_changes_become_a_look_at_everything() {
     let mut hand = guest.hand(7);
     let refused = Limit::AgentChanges.times();
     guest.tell((0..AGENT_CHANGES).map(|n| at(ops::CREATE, 2, &n.to_string())));
-    assert!(!guest.agents.has_lost());
+    assert!(!guest.has_lost());
     guest.tell([at(ops::CREATE, 2, "one more"), at(ops::CREATE, 2, "and another")]);
-    assert!(guest.agents.has_lost() && Limit::AgentChanges.times() > refused);
-    guest.agents.look_again(vec![5, 6]);
+    assert!(guest.has_lost() && Limit::AgentChanges.times() > refused);
+    guest.agents.look_again(|| {
+        assert!(!guest.agents.is_current());
+        vec![5, 6]
+    });
     guest.wait(&mut hand).unwrap();
     let look = |node| Change { ops: ops::REFRESH, node, ..Change::default() };
     assert_eq!(Guest::got(&mut hand).unwrap(), [look(6), look(5)]);
@@ -283,6 +294,43 @@ fn too_many_changes_become_a_look_at_everything() {
     assert_eq!(guest.agents.facts().counts.lost, 1);
     guest.agents.lose();
     assert!(!guest.agents.is_current());
+}
+
+#[test]
+fn the_first_agent_looks_at_everything() {
+    let guest = Guest::new();
+    let hand = guest.hand(7);
+    // A second one has missed nothing.
+    guest.tell([at(ops::CREATE, 2, "a")]);
+    let second = guest.hand(8);
+    assert!(!guest.has_lost() && guest.agents.facts().waiting == 1);
+    // What happens while there is none is not announced.
+    guest.agents.forgot(hand.marker);
+    guest.agents.forgot(second.marker);
+    assert!(guest.has_lost() && guest.agents.facts().waiting == 0);
+    guest.agents.hello(9, VERSION).unwrap();
+    assert!(guest.has_lost());
+}
+
+#[test]
+fn what_is_announced_while_nodes_are_gathered_is_not_lost() {
+    let guest = Guest::new();
+    let mut hand = guest.hand(7);
+    guest.agents.lose();
+    guest.agents.look_again(|| {
+        guest.tell([at(ops::CREATE, 2, "a")]);
+        vec![5]
+    });
+    guest.wait(&mut hand).unwrap();
+    let look = Change { ops: ops::REFRESH, node: 5, ..Change::default() };
+    assert_eq!(Guest::got(&mut hand).unwrap(), [at(ops::CREATE, 2, "a"), look]);
+    // Nor are further losses.
+    guest.agents.lose();
+    guest.agents.look_again(|| {
+        guest.agents.lose();
+        vec![5]
+    });
+    assert!(guest.has_lost() && guest.agents.facts().waiting == 2);
 }
 
 #[test]
@@ -307,7 +355,6 @@ fn a_session_ends_with_all_of_it() {
     guest.tell([]);
     guest.agents.clear();
     assert!(!guest.agents.any() && hand.got.unwrap().recv().is_err());
-    // A session that moves here may have missed anything.
     let moved = guest.hand(8);
-    assert!(guest.agents.has_lost() && moved.hidden != hand.hidden);
+    assert!(moved.hidden != hand.hidden);
 }

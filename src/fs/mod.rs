@@ -307,7 +307,6 @@ impl Control for PassthroughFs {
     }
 
     fn init(&self, offered: InitFlags) -> Result<Session> {
-        self.agents.begin();
         self.settle(offered, false)
     }
 

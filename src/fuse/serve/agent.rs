@@ -65,9 +65,7 @@ impl<F: FileSystem> Server<F> {
             }
             _ => {
                 let done = Done::decode(message).ok_or(Errno::INVAL)?;
-                if agents.has_lost() {
-                    agents.look_again(self.fs.known_nodes());
-                }
+                agents.look_again(|| self.fs.known_nodes());
                 // Once it is parked, no errno can be told.
                 agents.may_wait(pid)?;
                 let release = agents.clone();
