@@ -10,7 +10,7 @@ case_inotify_agent_uml() {
 
 # agent_case NAME DAEMON-ARGUMENT...: $agent_boot holds more arguments of boot, $rounds is a number of rounds of random changes.
 agent_case() {
-    local name=$1
+    local name=$1 guest
     shift
     with_agent
     make_share share
@@ -19,8 +19,9 @@ agent_case() {
     start_daemon meet "$work/meet" --cache=never
     "$boot" --log-dir "$work/$name.logs" --ro-dir "$guest_dir" --timeout "$(pick 600 7200)" --no-mount "${agent_boot[@]}" \
         --fs "s=$work/sockets/s" --fs "meet=$work/sockets/meet" "$guest_dir/agent.py" "$rounds" "${AGENT_SEED:-$RANDOM}" &
-    answer_guest a $!
-    wait $! || fail "the guest has failed"
+    guest=$!
+    answer_guest a "$guest"
+    wait "$guest" || fail "the guest has failed"
     logs_are_clean "$work/$name.logs"
     logs_are_clean "$work/daemons.logs"
 }
@@ -50,6 +51,31 @@ case_agent_old_kernel() {
     agent_boot+=(--kernel "$(. "$root/vm-images/lib.sh" && old_kernel_dir)/vmlinuz")
     rounds=$(pick 30 1000)
     agent_case old --cache=always
+}
+
+# What becomes of the agent, and of what it must leave alone.
+case_agent_life() {
+    local n guest shares=30 tags=()
+    with_agent
+    make_share share
+    make_share meet
+    make_share x
+    start_daemon s "$work/share" --control-path "$work/sockets/s.control" --cache=always --lease-timeout=3600
+    start_daemon x "$work/x"
+    start_daemon meet "$work/meet" --cache=never
+    for ((n = 0; n < shares; n++)); do
+        make_share "m$n"
+        start_daemon "m$n" "$work/m$n"
+        tags+=(--fs "m$n=$work/sockets/m$n")
+    done
+    "$boot" --kind uml --log-dir "$work/life.logs" --ro-dir "$guest_dir" --timeout "$(pick 600 3600)" --no-mount "${tags[@]}" \
+        --fs "s=$work/sockets/s" --fs "x=$work/sockets/x" --fs "meet=$work/sockets/meet" \
+        "$guest_dir/agent-life.py" "$(pick 100 1000)" "$shares" &
+    guest=$!
+    answer_guest a "$guest"
+    wait "$guest" || fail "the guest has failed"
+    logs_are_clean "$work/life.logs"
+    logs_are_clean "$work/daemons.logs"
 }
 
 # What caching_notified does.

@@ -1,0 +1,282 @@
+#!/usr/bin/env python3
+"""The guest agent's life in a stock guest: agent-life.py MOUNTS SHARES. What becomes of it, of a second one, of mounts on what the host
+makes, in other mount namespaces, with SHARES shares, and beside a process that swaps names."""
+
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+
+sys.path.insert(0, "/host")
+import oracle
+from window import *
+
+# A limit on hangs, in seconds.
+LIMIT = 100
+mounts, shares = int(sys.argv[1]), int(sys.argv[2])
+number = 0
+agent = None
+
+
+def wait(fd):
+    ready, _, _ = select.select([fd], [], [], LIMIT)
+    assert ready, "no event came"
+
+
+def status():
+    """What the daemon says of the agent."""
+    return json.loads(host("curl --silent --show-error --unix-socket $work/sockets/s.control http://daemon/status"))["agent"]
+
+
+def is_status(**due):
+    seen(f"agent {due}", lambda: {key: status()[key] for key in due}, due)
+
+
+def hears(directory, *commands):
+    """The events of a directory that the host's commands cause."""
+    global number
+    number += 1
+    watcher = oracle.Watcher([directory])
+    for command in commands:
+        host(command)
+    # The host makes it in another process.
+    host(f"touch {directory}/{oracle.SENTINEL}{number}")
+    events = [(mask, name) for _, mask, _, name in watcher.until(f"{oracle.SENTINEL}{number}", wait)]
+    os.close(watcher.fd)
+    host(f"rm {directory}/{oracle.SENTINEL}{number}")
+    return events
+
+
+def is_alive():
+    assert agent.poll() is None, f"the agent has ended: {read('/tmp/agent.log').decode()}"
+    equal(hears("d", "mkdir d/alive", "rmdir d/alive"), [(oracle.CREATE | oracle.ISDIR, "alive"), (oracle.DELETE | oracle.ISDIR, "alive")])
+
+
+def mounts_stay():
+    """As Kata does it: the host makes a directory and a file, and the guest mounts on them at once."""
+    host("mkdir k && echo one >k/bound")
+    os.stat("k/bound")
+    # The host's process makes them, says so, and waits for the guest.
+    host(
+        f"(for n in $(seq {mounts}); do mkdir k/d$n; : >k/f$n; echo $n >$work/meet/made.new; mv $work/meet/made.new $work/meet/made; "
+        f"until [[ -e $work/meet/mounted$n ]]; do sleep 0.001; done; rm $work/meet/mounted$n; done) >/dev/null 2>&1 &"
+    )
+    deadline = time.monotonic() + LIMIT + mounts
+    for turn in range(1, mounts + 1):
+        while True:
+            assert time.monotonic() < deadline, f"the host did not make {turn}"
+            try:
+                if read(f"{MEET}/made") == b"%d\n" % turn:
+                    break
+            except OSError:
+                pass
+        call("mount", b"tmpfs", f"k/d{turn}".encode(), b"tmpfs", 0, b"size=64k")
+        call("mount", b"k/bound", f"k/f{turn}".encode(), None, 4096, None)
+        write(f"{MEET}/mounted{turn}", b"")
+    hears("k")
+    mounted = {line.split()[4] for line in read("/proc/self/mountinfo").decode().splitlines()}
+    gone = [name for turn in range(1, mounts + 1) for name in (f"d{turn}", f"f{turn}") if f"{S}/k/{name}" not in mounted]
+    assert not gone, f"{len(gone)} mounts are gone: {gone[:10]}"
+    for turn in range(1, mounts + 1):
+        call("umount2", f"k/d{turn}".encode(), 0)
+        call("umount2", f"k/f{turn}".encode(), 0)
+
+
+def names_are_swapped():
+    """A process of the guest gives a name to a file, a symbolic link, a FIFO and a directory in turn. The agent changes none of them, and
+    nothing that the link leads to."""
+    host("mkdir w w/other && echo keep >w/target && echo here >w/file && ln -s target w/link && mkfifo w/fifo && touch -d 2001-01-01 w/target")
+    target = "stat -c '%n %s %a %u %y %z %h' w/target w/other && cat w/target"
+    before = host(target)
+    kinds = ["file", "link", "fifo", "other"]
+
+    def swap():
+        for kind in kinds:
+            renameat2(f"w/{kind}", "w/name", 0) if not os.path.lexists("w/name") else None
+            os.rename("w/name", f"w/{kind}")
+
+    with Busy(swap, "swap") as busy:
+        for turn in range(20):
+            start = busy.rounds()
+            # It may have another name at this moment.
+            host("for n in 1 2 3 4 5; do touch w/file w/fifo; echo more >>w/file; chmod 640 w/file; done 2>/dev/null; touch w/new; mv w/new w/newer; rm w/newer")
+            while busy.rounds() < start + 3:
+                time.sleep(0.001)
+    is_alive()
+    # Of the directory, only the change time: it was renamed.
+    facts = lambda text: [line.split() for line in text.splitlines()]
+    after = host(target)
+    equal([line[:5] for line in facts(after)], [line[:5] for line in facts(before)])
+    equal(facts(after)[0], facts(before)[0])
+    equal(sorted(os.listdir("w")), ["fifo", "file", "link", "other", "target"])
+
+
+def a_second_one():
+    """Each change is repeated once, by one of two, and by the second if the first is killed."""
+    global agent
+    second = subprocess.Popen(["/host/thruway-guest"], stderr=open("/tmp/second.log", "wb", buffering=0))
+    seen("a second agent's thread", lambda: status()["threads"] >= 2, True)
+    made = [f"touch d/{letter}{turn}" for turn in range(10) for letter in "ab"]
+    due = [(oracle.CREATE, command.split("/")[1]) for command in made]
+    equal([event for event in hears("d", " && ".join(made)) if event[0] == oracle.CREATE], due)
+    agent.kill()
+    agent.wait()
+    agent = second
+    is_alive()
+
+
+def killed():
+    """What the host changes while there is no agent is seen when there is one again."""
+    global agent
+    host("mkdir g && echo old >g/file && echo gone >g/gone")
+    equal(read("g/file"), b"old\n")
+    equal(sorted(os.listdir("g")), ["file", "gone"])
+    os.stat("g/gone")
+    agent.kill()
+    agent.wait()
+    is_status(threads=0, on=False)
+    host("echo newer >g/file && rm g/gone && echo new >g/new")
+    agent = start_agent()
+    is_status(on=True, waiting=0)
+    equal(read("g/file"), b"newer\n")
+    assert not os.path.exists("g/gone") and read("g/new") == b"new\n"
+    is_alive()
+
+
+def stopped():
+    """An agent that does nothing gives the guest nothing to keep, and goes on where it was."""
+    is_status(on=True, waiting=0)
+    agent.send_signal(signal.SIGSTOP)
+    watcher = oracle.Watcher(["d"])
+    host("touch d/while-stopped")
+    is_status(on=False)
+    agent.send_signal(signal.SIGCONT)
+    is_status(on=True, waiting=0)
+    host(f"touch d/{oracle.SENTINEL}-cont")
+    events = watcher.until(f"{oracle.SENTINEL}-cont", wait)
+    assert ("d", oracle.CREATE, 0, "while-stopped") in events, events
+
+
+def starved():
+    """Beside processes that take all of the CPU."""
+    loops = [subprocess.Popen(["sh", "-c", "while :; do :; done"]) for _ in range(3)]
+    os.setpriority(os.PRIO_PROCESS, agent.pid, 19)
+    for thread in os.listdir(f"/proc/{agent.pid}/task"):
+        os.setpriority(os.PRIO_PROCESS, int(thread), 19)
+    made = [f"touch d/starved{turn}" for turn in range(20)]
+    got = [event for event in hears("d", " && ".join(made)) if event[0] == oracle.CREATE]
+    for loop in loops:
+        loop.kill()
+        loop.wait()
+    equal(got, [(oracle.CREATE, command.split("/")[1]) for command in made])
+
+
+class Elsewhere:
+    """A process that has a share in its own mount namespace only: the whole of it, or a part."""
+
+    def __init__(self, tag, part):
+        self.ends, self.theirs = os.pipe()
+        self.mine, self.goes = os.pipe()
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                # CLONE_NEWNS
+                call("unshare", 0x20000)
+                call("mount", None, b"/", None, 0x44000, None)
+                os.makedirs("/tmp/elsewhere", exist_ok=True)
+                os.makedirs("/tmp/whole", exist_ok=True)
+                call("mount", tag.encode(), b"/tmp/whole", b"virtiofs", 0, None)
+                call("mount", f"/tmp/whole/{part}".encode(), b"/tmp/elsewhere", None, 4096, None)
+                call("umount2", b"/tmp/whole", 0)
+                os.chdir("/tmp/elsewhere")
+                watcher = oracle.Watcher(["watched"])
+                os.write(self.theirs, b"ready")
+                events = watcher.until("sentinel", wait)
+                os.write(self.theirs, json.dumps(events).encode())
+                status = 0
+            except BaseException as error:
+                os.write(self.theirs, f"{type(error).__name__}: {error}".encode())
+            os._exit(status)
+
+    def told(self):
+        wait(self.ends)
+        return os.read(self.ends, 65536).decode()
+
+
+def in_another_namespace():
+    """The agent finds shares that only another mount namespace has, in part."""
+    host(f"mkdir -p $work/x/part/watched")
+    elsewhere = Elsewhere("x", "part")
+    equal(elsewhere.told(), "ready")
+    # It looks twice a minute.
+    seen("the agent has found it", lambda: "x: changes by others are repeated" in read("/tmp/agent.log").decode(), True)
+    host("touch $work/x/part/watched/new && touch $work/x/part/watched/sentinel")
+    equal(json.loads(elsewhere.told())[0], ["watched", oracle.CREATE, 0, "new"])
+    equal(os.waitpid(elsewhere.pid, 0)[1], 0)
+
+
+def many_shares():
+    """Each has events, and the agent stays small."""
+    watchers = []
+    for share in range(shares):
+        mount(f"m{share}")
+        watchers.append(oracle.Watcher([f"/mnt/m{share}"]))
+    log = lambda: read("/tmp/agent.log").decode()
+    seen("the agent has found all", lambda: all(f"m{share}: changes by others" in log() for share in range(shares)), True)
+    host(f"for n in $(seq 0 {shares - 1}); do touch $work/m$n/file $work/m$n/sentinel; done")
+    for share, watcher in enumerate(watchers):
+        names = [name for _, mask, _, name in watcher.until("sentinel", wait) if mask == oracle.CREATE]
+        equal(names, ["file"])
+        os.close(watcher.fd)
+    memory = [int(line.split()[1]) for line in read(f"/proc/{agent.pid}/status").decode().splitlines() if line.startswith("VmRSS")][0]
+    # It has two threads for each of these shares now, and one after some seconds.
+    assert memory <= 2048 + 64 * shares, f"the agent has {memory} KiB"
+    print(f"ok {memory} KiB of memory with {shares + 1} shares", flush=True)
+    for share in range(shares):
+        umount(f"m{share}")
+
+
+def mounted_read_only():
+    """It says what to do, and begins when the share is mounted anew."""
+    os.makedirs("/mnt/x", exist_ok=True)
+    call("mount", b"x", b"/mnt/x", b"virtiofs", 1, None)
+    seen("what to do", lambda: "x: it is mounted read-only" in read("/tmp/agent.log").decode(), True)
+    call("umount2", b"/mnt/x", 0)
+
+
+def at_once():
+    """SIGTERM ends it, and nothing keeps the share mounted."""
+    agent.terminate()
+    equal(agent.wait(LIMIT), 0)
+    os.chdir("/")
+    umount("s")
+
+
+def main():
+    global agent
+    mount("s")
+    mount("meet")
+    agent = start_agent()
+    os.chdir(S)
+    host("mkdir d")
+    steps(
+        (mounts_stay,),
+        (names_are_swapped,),
+        (mounted_read_only,),
+        (in_another_namespace,),
+        (many_shares,),
+        (stopped,),
+        (killed,),
+        (starved,),
+        (a_second_one,),
+        (at_once,),
+    )
+
+
+main()
