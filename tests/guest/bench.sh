@@ -16,6 +16,16 @@ if [[ $place != share ]]; then
     fi
     head -c "${mib}M" /dev/zero | tr '\0' Z >$file || exit 1
 fi
+if [[ -x /host/thruway-guest ]]; then
+    /host/thruway-guest 2>/tmp/agent.log &
+    agent=$!
+    # User-Mode Linux does not power off while a process waits in a request.
+    trap 'kill $agent; wait $agent' EXIT
+    until grep -q 'changes by others are repeated' /tmp/agent.log; do
+        kill -0 $agent || { cat /tmp/agent.log && exit 1; }
+        sleep 0.1
+    done
+fi
 echo "version guest Linux $(uname -r)"
 echo "version fio $(fio --version)"
 for job; do

@@ -61,6 +61,8 @@ def again():
 
     tree(4096)
     pass_over()
+    # What the guest has created itself, it looks at once more.
+    pass_over()
     time.sleep(PAUSE)
     timed(pass_over)
 

@@ -129,6 +129,10 @@ fn command(table: &Table, contender: &Contender, share: &Path, quick: bool, logs
         Daemon::Thruwayd => format!("{} --control-path {}", contender.daemon_args, logs.join("control").display()),
         _ => contender.daemon_args.to_owned(),
     };
+    let scripts = match contender.agent {
+        true => host::guest_dir_with_agent(&logs.join("guest"))?,
+        false => host::guest_dir(),
+    };
     // A quick job has a thousandth of the files.
     let line = |job: &Job| if quick { job_line(job).replace("000", "") } else { job_line(job) };
     // 200 ms of a quick job are a few requests even under emulation.
@@ -147,8 +151,8 @@ fn command(table: &Table, contender: &Contender, share: &Path, quick: bool, logs
         .arg("--log-dir")
         .arg(logs)
         .arg("--ro-dir")
-        .arg(host::guest_dir())
-        .arg(host::guest_dir().join("bench.sh"))
+        .arg(&scripts)
+        .arg(scripts.join("bench.sh"))
         .current_dir(host::root())
         .args([place, &table.file_mib(quick).to_string(), &milliseconds.to_string()])
         .args(table.jobs.iter().map(line));

@@ -21,17 +21,33 @@ pub fn guest_dir() -> PathBuf {
 }
 
 /// `$THRUWAY_DAEMON`, or the daemon that was built into the directory of this program.
+/// Makes a copy of that directory, with the guest agent, which `bench.sh` starts.
+pub fn guest_dir_with_agent(to: &Path) -> Result<PathBuf> {
+    let agent = built("thruway-guest")?;
+    let copy = || -> std::io::Result<()> {
+        fs::create_dir(to)?;
+        for entry in fs::read_dir(guest_dir())? {
+            let entry = entry?;
+            fs::copy(entry.path(), to.join(entry.file_name()))?;
+        }
+        fs::copy(agent, to.join("thruway-guest")).map(drop)
+    };
+    copy().map_err(|e| format!("cannot copy the guest's programs to {}: {e}", to.display()))?;
+    Ok(to.to_owned())
+}
+
 pub fn thruwayd() -> Result<String> {
-    if let Ok(daemon) = env::var("THRUWAY_DAEMON") {
-        return Ok(daemon);
+    match env::var("THRUWAY_DAEMON") {
+        Ok(daemon) => Ok(daemon),
+        Err(_) => built("thruwayd").map(|daemon| daemon.display().to_string()),
     }
-    let program = env::current_exe().map_err(|e| format!("cannot find this program's directory: {e}"))?;
-    let daemon = program.with_file_name("thruwayd");
-    if daemon.exists() {
-        Ok(daemon.display().to_string())
-    } else {
-        Err(format!("no {} yet: run make build", daemon.display()))
-    }
+}
+
+/// A program that was built into the directory of this one.
+fn built(name: &str) -> Result<PathBuf> {
+    let this = env::current_exe().map_err(|e| format!("cannot find this program's directory: {e}"))?;
+    let program = this.with_file_name(name);
+    if program.exists() { Ok(program) } else { Err(format!("no {} yet: run make build", program.display())) }
 }
 
 pub fn virtiofsd() -> Result<String> {

@@ -44,6 +44,8 @@ pub struct Contender {
     pub daemon_args: &'static str,
     /// Further arguments of `vm-images/boot`.
     pub boot: &'static [&'static str],
+    /// The guest agent runs in the guest.
+    pub agent: bool,
     pub goals: &'static [Goal],
 }
 
@@ -158,14 +160,15 @@ const SECONDS: u32 = 5;
 const SECONDS_OF_MANY: u32 = 2;
 
 const VIRTIOFSD: Contender =
-    Contender { name: "virtiofsd", daemon: Daemon::Virtiofsd, daemon_args: "", boot: &[], goals: &[] };
+    Contender { name: "virtiofsd", daemon: Daemon::Virtiofsd, daemon_args: "", boot: &[], agent: false, goals: &[] };
 
 const THRUWAYD: Contender =
-    Contender { name: "thruwayd", daemon: Daemon::Thruwayd, daemon_args: "", boot: &[], goals: &[Goal::NotBelow] };
+    Contender { name: "thruwayd", daemon: Daemon::Thruwayd, goals: &[Goal::NotBelow], ..VIRTIOFSD };
+
+const AGENT: Contender = Contender { name: "thruwayd, agent", agent: true, ..THRUWAYD };
 
 const DAX: Contender = Contender {
     name: "thruwayd, DAX",
-    daemon: Daemon::Thruwayd,
     daemon_args: "--dax-window 512M",
     boot: &["--dax", "--mount-opts", "dax=always"],
     // The targets of DAX.
@@ -177,6 +180,7 @@ const DAX: Contender = Contender {
         Goal::Ratio("mmap-randread", 50.0),
         Goal::AtMost(SETUPMAPPING, 1000.0),
     ],
+    ..THRUWAYD
 };
 
 const STOCK: Table = Table {
@@ -241,14 +245,13 @@ const PATCHED: Table = Table {
         },
         Contender {
             name: "thruwayd, passthrough",
-            daemon: Daemon::Thruwayd,
             daemon_args: "--passthrough-window 2G",
             boot: &["--dax"],
             goals: PASSTHROUGH_GOALS,
+            ..THRUWAYD
         },
         Contender {
             name: "thruwayd, passthrough, --xattr",
-            daemon: Daemon::Thruwayd,
             daemon_args: "--passthrough-window 2G --xattr",
             boot: &["--dax"],
             // A write must send no GETXATTR of security.capability.
@@ -256,15 +259,15 @@ const PATCHED: Table = Table {
                 Goal::Over("thruwayd, passthrough", "write", 0.95),
                 Goal::Over("thruwayd, passthrough", "randwrite", 0.95),
             ],
+            ..THRUWAYD
         },
         TMPFS,
         Contender {
             name: "ext4, RAM disk",
             daemon: Daemon::Native("ext4"),
-            daemon_args: "",
             // In KiB: the file, and an eighth of its size for the file system.
             boot: &["--kernel-args", "brd.rd_size=1179648"],
-            goals: &[],
+            ..TMPFS
         },
     ],
     jobs: &[
@@ -282,16 +285,15 @@ const PATCHED: Table = Table {
     ],
 };
 
-const TMPFS: Contender =
-    Contender { name: "tmpfs", daemon: Daemon::Native("tmpfs"), daemon_args: "", boot: &[], goals: &[] };
+const TMPFS: Contender = Contender { name: "tmpfs", daemon: Daemon::Native("tmpfs"), ..VIRTIOFSD };
 
 /// virtiofsd does not count requests, but it logs them.
 const LOGGING: Contender = Contender { name: "virtiofsd, logging", daemon_args: "--log-level debug", ..VIRTIOFSD };
 
 const BUILD: Table = Table {
     name: "build",
-    title: "QEMU guest with one CPU and guest-kernel/, building a C project",
-    boot: &["--kind", "qemu", "--mem", "1024", "--kernel", GUEST_KERNEL],
+    title: "QEMU guest with one CPU, building a C project",
+    boot: &["--kind", "qemu", "--mem", "1024"],
     file_mib: 1,
     seconds: SECONDS,
     awake: true,
@@ -300,21 +302,10 @@ const BUILD: Table = Table {
         VIRTIOFSD,
         LOGGING,
         Contender {
-            // QEMU's vhost-user-fs-pci has no notification queue: to this daemon the guest is a stock one.
             goals: &[Goal::NotBelow, Goal::Share("build", "virtiofsd, logging", 0.75), Goal::Longer("build", 0.18)],
             ..THRUWAYD
         },
-        Contender {
-            goals: &[Goal::NotBelow, Goal::Share("build", "virtiofsd, logging", 0.25), Goal::Longer("build", 0.06)],
-            ..NOTIFIED_QEMU
-        },
-        Contender {
-            name: "thruwayd, passthrough",
-            daemon: Daemon::Thruwayd,
-            daemon_args: "--passthrough-window 256M",
-            boot: &["--dax"],
-            goals: &[Goal::NotBelow],
-        },
+        AGENT,
         TMPFS,
     ],
     jobs: &[BUILD_JOB],
@@ -322,7 +313,7 @@ const BUILD: Table = Table {
 
 const BUILD_ALWAYS: Table = Table {
     name: "build-always",
-    title: "QEMU guest with guest-kernel/, a build with --cache=always",
+    title: "QEMU guest with one CPU, a build with --cache=always",
     contenders: &[
         Contender { name: "virtiofsd", daemon_args: "--cache=always", ..VIRTIOFSD },
         Contender { daemon_args: "--cache=always --log-level debug", ..LOGGING },
@@ -331,18 +322,17 @@ const BUILD_ALWAYS: Table = Table {
             goals: &[Goal::NotBelow, Goal::Share("build", "virtiofsd, logging", 0.45), Goal::Longer("build", 0.12)],
             ..THRUWAYD
         },
+        Contender {
+            daemon_args: "--cache=always",
+            goals: &[Goal::NotBelow, Goal::Share("build", "virtiofsd, logging", 0.25)],
+            ..AGENT
+        },
         TMPFS,
     ],
     ..BUILD
 };
 
 const BUILD_JOB: Job = Job { name: "build", title: "unpack and build 17 files", measure: Measure::Build };
-
-/// A guest with the notification queue, and so with leases. QEMU's vhost-user-test-device-pci has the queue.
-const NOTIFIED_QEMU: Contender = Contender { name: "thruwayd, notified", boot: &["--dax"], ..THRUWAYD };
-
-/// The patched guest has no notification queue, so it is as a stock one.
-const NOT_NOTIFIED: &str = "--lease-timeout 0";
 
 const NAMES: Table = Table {
     name: "names",
@@ -353,7 +343,6 @@ const NAMES: Table = Table {
         POOL_0,
         POOL_4,
         Contender {
-            daemon_args: NOT_NOTIFIED,
             goals: &[
                 Goal::Ratio("status", 1.2),
                 Goal::Ratio("again", 1.5),
@@ -362,18 +351,7 @@ const NAMES: Table = Table {
             ],
             ..THRUWAYD
         },
-        Contender {
-            name: "thruwayd, notified",
-            goals: &[
-                Goal::Ratio("status", 10.0),
-                Goal::Ratio("again", 10.0),
-                Goal::Ratio("untar", 1.3),
-                Goal::Ratio("remove", 1.3),
-                Goal::Messages("status", 0),
-                Goal::Messages("again", 0),
-            ],
-            ..THRUWAYD
-        },
+        AGENT,
         // What the guest's own work takes.
         TMPFS,
     ],
@@ -393,7 +371,7 @@ const NAMES_ALWAYS: Table = Table {
         Contender { daemon_args: "--thread-pool-size=0 --cache=always", ..POOL_0 },
         Contender { daemon_args: "--thread-pool-size=4 --cache=always", ..POOL_4 },
         Contender {
-            daemon_args: "--cache=always --lease-timeout 0",
+            daemon_args: "--cache=always",
             goals: &[
                 Goal::Ratio("status", 1.5),
                 Goal::Ratio("again", 2.0),
@@ -402,6 +380,17 @@ const NAMES_ALWAYS: Table = Table {
             ],
             ..THRUWAYD
         },
+        Contender {
+            daemon_args: "--cache=always",
+            goals: &[
+                Goal::Messages("status", 0),
+                Goal::Messages("again", 0),
+                Goal::Longer("status", 0.1),
+                Goal::Longer("again", 0.2),
+            ],
+            ..AGENT
+        },
+        TMPFS,
     ],
     ..NAMES
 };
@@ -414,11 +403,13 @@ const SEEN: Table = Table {
     on_disk: true,
     contenders: &[
         VIRTIOFSD,
-        Contender { daemon_args: NOT_NOTIFIED, goals: &[], ..THRUWAYD },
+        Contender { goals: &[], ..THRUWAYD },
+        Contender { goals: &[Goal::Within("stat-p99", 10.0), Goal::Within("event-p99", 10.0)], ..AGENT },
         Contender {
-            name: "thruwayd, notified",
-            goals: &[Goal::Within("stat-p50", 1.0), Goal::Within("stat-p99", 10.0), Goal::Within("event-p99", 10.0)],
-            ..THRUWAYD
+            name: "thruwayd, agent, --cache=always",
+            daemon_args: "--cache=always",
+            goals: &[Goal::Within("stat-p99", 10.0), Goal::Within("event-p99", 10.0)],
+            ..AGENT
         },
     ],
     jobs: &[

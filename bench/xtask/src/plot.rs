@@ -36,7 +36,7 @@ const SQUARE: i32 = 14;
 
 /// Each contender has one colour in all plots. virtiofsd's settings are shades of grey. The other colours are distinct
 /// for colour-blind readers too (Okabe and Ito, Color Universal Design).
-const COLOURS: [(&str, RGBColor); 13] = [
+const COLOURS: [(&str, RGBColor); 14] = [
     ("virtiofsd", RGBColor(140, 140, 140)),
     ("virtiofsd, pool 0", RGBColor(176, 176, 176)),
     ("virtiofsd, pool 4", RGBColor(104, 104, 104)),
@@ -47,7 +47,8 @@ const COLOURS: [(&str, RGBColor); 13] = [
     ("thruwayd, DAX", RGBColor(0, 158, 115)),
     ("thruwayd, passthrough", RGBColor(230, 159, 0)),
     ("thruwayd, passthrough, --xattr", RGBColor(213, 94, 0)),
-    ("thruwayd, notified", RGBColor(0, 60, 60)),
+    ("thruwayd, agent", RGBColor(0, 60, 60)),
+    ("thruwayd, agent, --cache=always", RGBColor(240, 228, 66)),
     ("tmpfs", RGBColor(204, 121, 167)),
     ("ext4, RAM disk", RGBColor(120, 72, 40)),
 ];
