@@ -34,8 +34,8 @@ STATIC_TARGET ?= x86_64-unknown-linux-gnu
 static-programs:
 	$(CARGO) build --release --target $(STATIC_TARGET) $(packages)
 
-# The guest agent alone, small: guests have little memory.
-static-agent: export RUSTFLAGS += $(remap) -C target-feature=+crt-static -C relocation-model=static
+# The guest agent alone, small: guests have little memory. With musl it needs no C compiler, so that it can be built for other machines.
+static-agent: export RUSTFLAGS += $(remap) -C target-feature=+crt-static -C relocation-model=static $(if $(findstring musl,$(STATIC_TARGET)),-C linker=rust-lld)
 static-agent:
 	$(CARGO) build --locked --profile agent --target $(STATIC_TARGET) --package thruway-guest --bin thruway-guest
 

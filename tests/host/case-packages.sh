@@ -203,6 +203,40 @@ rpm_package() {
     stop_systemd rpm
 }
 
+# What the guest agent's packages have is the same program. It is started with the system, and goes with its package. Then it serves a guest.
+guest_package() {
+    local out=$work/packages rpm program=usr/libexec/thruway-guest machine
+    clean_root agent
+    start_systemd agent
+    files agent >"$work/agent/before"
+    cp "$out"/thruway-guest_*_"$(dpkg --print-architecture)".deb "$work/agent/root/tmp/agent.deb"
+    in_machine agent dpkg --install /tmp/agent.deb || fail 'dpkg does not install the agent'
+    [[ $(in_machine agent systemctl is-enabled thruway-guest.service) == enabled ]] || fail 'the agent does not start with the system'
+    in_machine agent systemd-analyze verify --man=no thruway-guest.service || fail "the agent's unit is not valid"
+    in_machine agent /$program --version || fail 'the packaged agent does not run'
+    with_agent
+    cp "$work/agent/root/$program" "$guest_dir/thruway-guest"
+    in_machine agent dpkg --purge thruway-guest || fail 'dpkg does not remove the agent'
+    # The tree has dpkg's packages: rpm knows of no libc there.
+    rpm=(rpm --root "$work/agent/root" --dbpath /var/lib/rpm --nodeps)
+    "${rpm[@]}" --install "$out"/thruway-guest-*."$(uname -m)".rpm || fail 'rpm does not install the agent'
+    cmp "$work/agent/root/$program" "$guest_dir/thruway-guest" || fail 'the packages have different programs'
+    [[ -L $work/agent/root/etc/systemd/system/multi-user.target.wants/thruway-guest.service ]] || fail "the rpm's agent does not start with the system"
+    "${rpm[@]}" --erase thruway-guest || fail 'rpm does not remove the agent'
+    in_machine agent systemctl daemon-reload
+    nothing_left agent
+    stop_systemd agent
+    for program in "$out"/thruway-guest-*-static.tar.gz; do
+        machine=$(tar -xOf "$program" ./libexec/thruway-guest | tee "$work/program" | wc -c)
+        # Guests' images are small.
+        ((machine <= 1 << 20)) || fail "the agent of $program has $machine bytes"
+        ! readelf -lW "$work/program" | grep -q INTERP || fail "the agent of $program needs a loader"
+        note "$(basename "$program"): $(readelf -hW "$work/program" | sed -n 's/^ *Machine: *//p'), $machine bytes"
+    done
+    start_daemon s "$work/agent/share"
+    guest agent --kind uml --no-mount --fs "s=$work/sockets/s" "$guest_dir/agent-installed.py"
+}
+
 # The guest kernel's patches: the same in both packages, all of them, in their order.
 guest_kernel_package() {
     local out=$work/guest-kernel patches
@@ -228,13 +262,14 @@ case_packages() {
         export TZ VERSION SOURCE_DATE_EPOCH && make_packages "$work/elsewhere" "$programs" "$work/packages-again")
     diff -r "$work/packages" "$work/packages-again" || fail 'the packages are not reproducible'
     deb_package "$work"/packages/thruway_*.deb
-    rpm_package "$work"/packages/thruway-*.rpm
+    rpm_package "$work"/packages/thruway-[!g]*.rpm
+    guest_package
     guest_kernel_package "$work"/packages/thruway-guest-kernel-*.tar.gz "$work"/packages/thruway-guest-kernel-*.deb
 }
 
 # make_packages SOURCE PROGRAMS DIRECTORY: those packages that need no other build.
 make_packages() {
-    "$1/packaging/build" --out "$3" --programs "$2" deb rpm guest-kernel || fail 'packaging/build failed'
+    "$1/packaging/build" --out "$3" --programs "$2" deb rpm guest guest-kernel || fail 'packaging/build failed'
 }
 version() { basename "$work"/packages/thruway_*.deb | sed 's/^thruway_\(.*\)-1_.*/\1/'; }
 
@@ -250,7 +285,7 @@ soak_packages_all() {
     diff -r "$root/target/packages" "$clone/target/packages" || fail 'the packages are not reproducible'
     out=$root/target/packages
     deb_package "$out"/thruway_*.deb
-    rpm_package "$out"/thruway-*.rpm
+    rpm_package "$out"/thruway-[!g]*.rpm
     static_tarball "$out"/thruway-*-static-*.tar.gz
     container_image "$out/container"
     { cargo install --quiet --locked --path "$root" --root "$work/cargo" && "$work/cargo/bin/thruwayd" --version; } || fail 'cargo install failed'
