@@ -228,6 +228,11 @@ impl Inodes {
         }
     }
 
+    /// Whether it is on the mount of the shared directory.
+    pub fn is_on_root_mount(&self, inode: &Inode) -> bool {
+        inode.key.mount == self.root.key.mount
+    }
+
     /// To be called before the file `name` in `dir` loses this name. A file that only READDIRPLUS has named is opened.
     /// If this is the file's last name (`removed`), it is held by descriptor until the guest forgets it: the guest may
     /// still ask for it, and no handle opens a file without a name. On NFS it has a name as long as it is open, so it

@@ -144,9 +144,17 @@ impl PassthroughFs {
         self.watch_of_caches().is_some() && self.config.cache != CachePolicy::Never
     }
 
+    /// Whether the guest hears of its changes. What is announced as a submount is a superblock of its own there, and
+    /// the agent does not reach it.
+    fn is_reached(&self, inode: &Inode) -> bool {
+        self.leases() || !self.has(InitFlags::SUBMOUNTS) || self.inodes.is_on_root_mount(inode)
+    }
+
     /// To be called before a name in this directory is looked at.
     pub(super) fn sight(&self, parent: &Arc<Inode>, dir: BorrowedFd) -> Sight {
-        let Some(watch) = self.watch_of_caches() else { return Sight { handled: None, named: false } };
+        let Some(watch) = self.watch_of_caches().filter(|_| self.is_reached(parent)) else {
+            return Sight { handled: None, named: false };
+        };
         let handled = Some(watch.handled());
         Sight { handled, named: watch.is_marked(parent.id) || self.mark(watch, parent, dir) }
     }
@@ -177,6 +185,9 @@ impl PassthroughFs {
     /// before.
     pub(super) fn covers(&self, sight: Sight, found: Found, inode: &Arc<Inode>, st: &mut Statx) -> bool {
         let (Some(watch), Some(handled)) = (self.watch(), sight.handled) else { return false };
+        if !self.is_reached(inode) {
+            return false;
+        }
         at(Point::BeforeTable);
         let here = (inode.key.mount, inode.key.dev) == (found.parent.key.mount, found.parent.key.dev);
         if inode.format() != libc::S_IFDIR && st.stx_nlink == 1 && here {
@@ -218,7 +229,9 @@ impl PassthroughFs {
         inode: &Arc<Inode>,
         look: impl Fn() -> std::result::Result<Statx, E>,
     ) -> std::result::Result<(Statx, bool), E> {
-        let Some(watch) = self.watch_of_caches() else { return Ok((look()?, false)) };
+        let Some(watch) = self.watch_of_caches().filter(|_| self.is_reached(inode)) else {
+            return Ok((look()?, false));
+        };
         let cover = watch.cover(inode.id);
         at(Point::BeforeStat);
         let st = look()?;
@@ -239,12 +252,13 @@ impl PassthroughFs {
 
     /// Whether the guest's agent repeats what others do in this directory.
     pub(super) fn repeats_in(&self, dir: &Inode) -> bool {
-        self.agents.is_current() && self.watch_of_caches().is_some_and(|watch| watch.is_marked(dir.id))
+        let marked = || self.watch_of_caches().is_some_and(|watch| watch.is_marked(dir.id));
+        self.agents.is_current() && self.is_reached(dir) && marked()
     }
 
-    /// How long a name may be kept.
-    pub(super) fn name_timeout(&self, sight: Sight) -> Duration {
-        self.timeout_of(sight.named)
+    /// How long a name may be kept. No event says that a mount is gone.
+    pub(super) fn name_timeout(&self, sight: Sight, parent: &Inode, inode: &Inode) -> Duration {
+        self.timeout_of(sight.named && inode.key.mount == parent.key.mount)
     }
 
     /// How long something may be kept. `leased`: the guest hears of changes.

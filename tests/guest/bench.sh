@@ -2,6 +2,8 @@
 # bench.sh PLACE MIB MILLISECONDS JOB...: measures on the host's file in the share, or on a new file of MIB on a tmpfs or on
 # ext4 on a RAM disk. A JOB is a name, one of fio, first-touch, build, meta, names and seen, and
 # arguments. A program may print to descriptor 3 that its job begins only then.
+# shellcheck source=tests/guest/agent.sh
+. /host/agent.sh
 place=$1 mib=$2 milliseconds=$3
 shift 3
 file=/mnt/b/data
@@ -16,16 +18,7 @@ if [[ $place != share ]]; then
     fi
     head -c "${mib}M" /dev/zero | tr '\0' Z >$file || exit 1
 fi
-if [[ -x /host/thruway-guest ]]; then
-    /host/thruway-guest 2>/tmp/agent.log &
-    agent=$!
-    # User-Mode Linux does not power off while a process waits in a request.
-    trap 'kill $agent; wait $agent' EXIT
-    until grep -q 'changes by others are repeated' /tmp/agent.log; do
-        kill -0 $agent || { cat /tmp/agent.log && exit 1; }
-        sleep 0.1
-    done
-fi
+start_agent || exit 1
 echo "version guest Linux $(uname -r)"
 echo "version fio $(fio --version)"
 for job; do

@@ -1,6 +1,8 @@
 #!/bin/bash
 # kata.sh CONTAINERS ROUNDS: runs containers whose root file systems and volumes the host mounts into /mnt/kata. /mnt/control has what host
 # and guest tell each other.
+# shellcheck source=tests/guest/agent.sh
+. /host/agent.sh
 containers=$1 rounds=$2
 kata=/mnt/kata control=/mnt/control
 modprobe overlay
@@ -69,6 +71,7 @@ container() {
 }
 
 [[ -e $kata/ready ]] || die 'there is no share'
+start_agent || die 'the guest agent does not start'
 touch "$control/ready"
 for ((round = 1; round <= rounds; round++)); do
     jobs=()

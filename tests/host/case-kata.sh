@@ -164,6 +164,11 @@ kata_storage() {
 
 kata_options=()
 case_kata_storage() { kata_storage uml "$(pick 2 20)"; }
+# With the guest agent, which may keep no mount from going, and must not make the guest believe what only a mount on the host changes.
+case_kata_agent() {
+    with_agent
+    kata_storage uml "$(pick 2 20)"
+}
 # The guest has files mapped by the window.
 soak_kata_storage_dax() {
     # shellcheck disable=SC2054  # the option's comma
