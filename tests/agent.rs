@@ -75,16 +75,22 @@ struct Guest {
     dir: TempDir,
     hidden: u64,
     marker: u64,
+    /// The batch that the agent carries out.
+    batch: u64,
 }
 
 impl Guest {
     fn new() -> Self {
+        Self::with(Config::default())
+    }
+
+    fn with(config: Config) -> Self {
         let dir = tempfile::tempdir_in("/var/tmp").unwrap();
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let root: OwnedFd = rustix::fs::open(dir.path(), flags, Mode::empty()).unwrap();
-        let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), Config::default()).unwrap();
+        let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), config).unwrap();
         let server = Server::new(fs.with_watch(Some(Watch::new().unwrap())).unwrap());
-        let mut guest = Self { server, work: Work::default(), dir, hidden: 0, marker: 0 };
+        let mut guest = Self { server, work: Work::default(), dir, hidden: 0, marker: 0, batch: 0 };
         let init = InitIn { major: 7, minor: 45, flags: u32::MAX, flags2: 0, ..Default::default() };
         guest.call(0, Opcode::Init, 0, &[init.as_bytes()]).unwrap();
         guest
@@ -135,7 +141,11 @@ impl Guest {
     }
 
     fn lookup(&mut self, pid: u32, name: &str) -> Result<EntryOut, i32> {
-        self.entry(pid, Opcode::Lookup, ROOT_ID, &[name.as_bytes(), b"\0"])
+        self.lookup_in(pid, ROOT_ID, name)
+    }
+
+    fn lookup_in(&mut self, pid: u32, parent: u64, name: &str) -> Result<EntryOut, i32> {
+        self.entry(pid, Opcode::Lookup, parent, &[name.as_bytes(), b"\0"])
     }
 
     fn mknod(&mut self, pid: u32, parent: u64, name: &str) -> Result<EntryOut, i32> {
@@ -159,15 +169,30 @@ impl Guest {
         self.marker = self.mknod(AGENT, self.hidden, MARKER).unwrap().nodeid;
         self.call(AGENT, Opcode::Unlink, self.hidden, &[MARKER.as_bytes(), b"\0"]).unwrap();
         assert!(self.hidden >= PHANTOMS && self.marker >= PHANTOMS);
+        // The guest may have missed something of what it knows.
+        let all = self.batch(|_| {});
+        assert!(all.changes.iter().all(|change| change.has(ops::REFRESH)) && !all.changes.is_empty());
+    }
+
+    /// The agent has carried out its batch, and waits for the next.
+    fn wait(&mut self) -> Receiver<Vec<u8>> {
+        let done = Done { batch: self.batch, ..Done::default() };
+        self.ioctl(AGENT, protocol::WAIT, &done.encode()).unwrap_err()
+    }
+
+    /// The batch that it gets.
+    fn got(&mut self, parked: &Receiver<Vec<u8>>) -> Batch {
+        let reply = parked.recv_timeout(LONG).unwrap();
+        let batch = Batch::decode(&reply[32..]).unwrap();
+        self.batch = batch.id;
+        batch
     }
 
     /// The agent waits for what the host does in `change`.
-    fn batch(&mut self, done: u64, change: impl FnOnce(&Path)) -> Batch {
-        let done = Done { batch: done, ..Done::default() };
-        let parked = self.ioctl(AGENT, protocol::WAIT, &done.encode()).unwrap_err();
+    fn batch(&mut self, change: impl FnOnce(&Path)) -> Batch {
+        let parked = self.wait();
         change(self.dir.path());
-        let reply = parked.recv_timeout(LONG).unwrap();
-        Batch::decode(&reply[32..]).unwrap()
+        self.got(&parked)
     }
 
     fn forget(&mut self, node: u64) {
@@ -191,7 +216,7 @@ fn the_agent_changes_nothing_that_it_was_not_asked_for() {
     file(guest.dir.path(), "kept");
     let kept = guest.lookup(USER, "kept").unwrap().nodeid;
     guest.register();
-    let batch = guest.batch(0, |dir| mkdir(&dir.join("new")));
+    let batch = guest.batch(|dir| mkdir(&dir.join("new")));
     assert!(batch.changes.iter().any(|change: &Change| change.has(ops::CREATE) && change.place.name == b"new"));
     let rename = Rename2In { newdir: ROOT_ID, ..Default::default() };
     let size = SetattrIn { valid: SetattrValid::SIZE.bits(), ..Default::default() };
@@ -233,7 +258,7 @@ fn the_agent_changes_nothing_that_it_was_not_asked_for() {
 fn what_it_repeats_is_a_phantom_for_a_moment() {
     let mut guest = Guest::new();
     guest.register();
-    let batch = guest.batch(0, |dir| mkdir(&dir.join("new")));
+    guest.batch(|dir| mkdir(&dir.join("new")));
     // Rule 4 of docs/guest-agent.md: nobody has looked it up, so the kernel makes the event.
     let made = || [MkdirIn::default().as_bytes(), b"new\0"].concat();
     assert_eq!(guest.lookup(AGENT, "new").unwrap_err(), libc::ENOENT);
@@ -245,14 +270,36 @@ fn what_it_repeats_is_a_phantom_for_a_moment() {
     let node = guest.lookup(USER, "new").unwrap().nodeid;
     assert!(node < PHANTOMS);
     // Somebody has looked this one up before it is repeated: it is there, and no mount on it is detached.
-    let mut seen = guest.batch(batch.id, |dir| mkdir(&dir.join("seen")));
+    let mut seen = guest.batch(|dir| mkdir(&dir.join("seen")));
     while !seen.changes.iter().any(|change| change.place.name == b"seen") {
-        seen = guest.batch(seen.id, |_| {});
+        seen = guest.batch(|_| {});
     }
     let node = guest.lookup(USER, "seen").unwrap().nodeid;
     assert_eq!(guest.lookup(AGENT, "seen").unwrap().nodeid, node);
     let made = [MkdirIn::default().as_bytes(), b"seen\0"].concat();
     assert_eq!(guest.call(AGENT, Opcode::Mkdir, ROOT_ID, &[&made]), Err(libc::EEXIST));
+}
+
+#[test]
+fn a_listing_does_not_make_known_what_is_announced() {
+    let mut guest = Guest::new();
+    guest.register();
+    let open = guest.call(USER, Opcode::Opendir, ROOT_ID, &[OpenIn::default().as_bytes()]).unwrap();
+    let fh = OpenOut::read_from_bytes(&open).unwrap().fh;
+    // The nodeid that comes with the only name but "." and "..".
+    let listed = |guest: &mut Guest| {
+        let args = ReadIn { fh, size: 4096, ..Default::default() };
+        let list = guest.call(USER, Opcode::Readdirplus, ROOT_ID, &[args.as_bytes()]).unwrap();
+        let at = list.windows(3).position(|bytes| bytes == b"new").unwrap();
+        let entry = &list[at - size_of::<Dirent>() - size_of::<EntryOut>()..];
+        EntryOut::read_from_prefix(entry).unwrap().0.nodeid
+    };
+    guest.batch(|dir| mkdir(&dir.join("new")));
+    // Its CREATE would not be told.
+    assert_eq!(listed(&mut guest), 0);
+    assert_eq!(guest.lookup(AGENT, "new").unwrap_err(), libc::ENOENT);
+    guest.entry(AGENT, Opcode::Mkdir, ROOT_ID, &[MkdirIn::default().as_bytes(), b"new\0"]).unwrap();
+    assert_ne!(listed(&mut guest), 0);
 }
 
 #[test]
@@ -268,7 +315,7 @@ fn there_are_leases_while_the_agent_keeps_up() {
     let refused = guest.ioctl(AGENT, protocol::WAIT, &Done::default().encode()).unwrap();
     assert_eq!(OutHeader::read_from_prefix(&refused).unwrap().0.error, -libc::ENOTCONN);
     guest.register();
-    let waits = guest.ioctl(AGENT, protocol::WAIT, &Done::default().encode()).unwrap_err();
+    let waits = guest.wait();
     // The first look learns of the file.
     while guest.lookup(USER, "file").unwrap().attr_valid != 60 {}
     let missing = guest.lookup(USER, "none").unwrap();
@@ -281,4 +328,32 @@ fn there_are_leases_while_the_agent_keeps_up() {
     // Its reply was dropped, which answers EIO.
     let reply = waits.recv_timeout(LONG).unwrap();
     assert_eq!(OutHeader::read_from_prefix(&reply).unwrap().0.error, -libc::EIO);
+}
+
+#[test]
+fn nothing_of_a_submount_is_leased() {
+    // Its own namespace, so that nothing is left. Its file system can be watched.
+    // SAFETY: no descriptors are separated from other threads'.
+    let own = unsafe { rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::NEWNS) };
+    let flags = rustix::mount::MountPropagationFlags::PRIVATE | rustix::mount::MountPropagationFlags::REC;
+    if own.and_then(|()| rustix::mount::mount_change("/", flags)).is_err() {
+        eprintln!("skipped: only root may mount");
+        return;
+    }
+    let mut guest = Guest::with(Config { announce_submounts: true, ..Config::default() });
+    let below = guest.dir.path().join("below");
+    std::fs::create_dir(&below).unwrap();
+    file(guest.dir.path(), "here");
+    let none = rustix::mount::MountFlags::empty();
+    rustix::mount::mount("tmpfs", &below, "tmpfs", none, None).unwrap();
+    file(&below, "there");
+    guest.register();
+    let _waits = guest.wait();
+    while guest.lookup(USER, "here").unwrap().attr_valid != 60 {}
+    for _ in 0..3 {
+        let mount = guest.lookup(USER, "below").unwrap();
+        let file = guest.lookup_in(USER, mount.nodeid, "there").unwrap();
+        assert_eq!([mount.entry_valid, mount.attr_valid, file.entry_valid, file.attr_valid], [1; 4]);
+        assert_eq!(guest.lookup_in(USER, mount.nodeid, "none").unwrap_err(), libc::ENOENT);
+    }
 }

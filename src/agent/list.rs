@@ -58,6 +58,19 @@ impl List {
         self.moves > 0
     }
 
+    /// Whether a change that waits makes this name, or moves something to it.
+    pub fn makes(&self, dir: u64, name: &[u8]) -> bool {
+        let change = match self.changes.is_empty() {
+            true => return false,
+            false => self.last.get(&Place { dir, name: name.to_vec() }).and_then(|at| self.changes.get(at)),
+        };
+        change.is_some_and(|waiting| {
+            let Change { place, to, .. } = &waiting.change;
+            let is = |place: &Place| place.dir == dir && place.name == name;
+            is(place) && waiting.change.has(ops::CREATE) || is(to)
+        })
+    }
+
     /// Since when the oldest change waits.
     pub fn oldest(&self) -> Option<Instant> {
         self.changes.first_key_value().map(|(_, first)| first.since)

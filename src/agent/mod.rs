@@ -258,6 +258,20 @@ impl Agents {
         self.told.was_told(parent, name, node)
     }
 
+    /// Whether the agent is yet to repeat that there is such a name.
+    pub fn is_announced(&self, parent: u64, name: &[u8]) -> bool {
+        if !self.any() {
+            return false;
+        }
+        let state = self.state.lock();
+        let is = |work: &Work| {
+            let made = work.is_at(parent, name) && work.change.has(ops::CREATE) && !work.created;
+            (made || work.leads_to(parent, name)) && !work.given_up
+        };
+        let mut given = state.threads.iter().filter_map(|thread| thread.given.as_ref()).flat_map(|given| &given.work);
+        given.any(is) || state.list.makes(parent, name)
+    }
+
     /// Whether the guest hears of every change within [`AGENT_PATIENCE`].
     pub fn is_current(&self) -> bool {
         self.any() && self.state.lock().is_current((self.clock)())

@@ -218,9 +218,11 @@ impl Dirs for PassthroughFs {
                 return Ok(false);
             }
             // Nodeid 0 makes it a mere name: for "." and "..", and for a file that was removed meanwhile. And for one
-            // whose times would have to be waited for: the guest then asks for it alone.
+            // whose times would have to be waited for: the guest then asks for it alone. If the guest learned of a
+            // name before its agent repeats that it is new, it would not hear of that.
             let entry = match name.to_bytes() {
                 b"." | b".." => EntryOut::default(),
+                name if self.agents.is_announced(node, name) => EntryOut::default(),
                 _ => self.enter(&parent, dir, name, Purpose::Listing).unwrap_or_default(),
             };
             sink.push(dirent, name.to_bytes(), Some(&entry));
