@@ -5,6 +5,7 @@ mod mounts;
 mod repeat;
 mod share;
 mod sys;
+mod watched;
 
 use std::collections::HashMap;
 use std::fs;

@@ -42,6 +42,13 @@ pub const STOP: u32 = call(4);
 /// ENOENT if that is not known, ENAMETOOLONG if it does not fit.
 pub const PATH: u32 = call(5);
 
+/// Says which changes of the batch nobody watches: takes a bitmap, bit n of byte m for change 8 m + n. Requests for
+/// their names are answered as anybody's from then on, so that the agent can have the kernel look at them.
+///
+/// # Errors
+/// ENOTCONN if the thread is not registered.
+pub const QUIET: u32 = call(6);
+
 /// Longest that [`WAIT`] waits, in milliseconds. A process that waits in it cannot be ended or frozen by the guest's
 /// kernel, and a suspend gives up after 20 s (FREEZE_TIMEOUT, kernel/power/process.c). Shorter would wake an idle guest
 /// more often: it is six times a minute.

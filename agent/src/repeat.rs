@@ -2,7 +2,7 @@
 //!
 //! Follows no symbolic link, and opens nothing but directories and regular files: everything else is O_PATH.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ffi::{CStr, CString};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
@@ -11,9 +11,10 @@ use rustix::fs::{
     UTIME_OMIT, mkdirat, mknodat, openat, openat2, renameat_with, statx, unlinkat, utimensat,
 };
 use rustix::io::Errno;
-use thruway_guest::protocol::{Change, FOUND, Found, PATH, Place, ops};
+use thruway_guest::protocol::{Batch, Change, Done, FOUND, Found, MESSAGE, PATH, Place, QUIET, ops};
 
 use crate::sys;
+use crate::watched::Watched;
 
 type Result<T> = std::result::Result<T, Errno>;
 
@@ -26,12 +27,17 @@ const PATHS: usize = 1024;
 /// Directories that are held open while directories are moved. More are rare, and only cost events.
 const HELD: usize = 64;
 
+/// A batch of so many changes is worth a look at what is watched, which takes a millisecond or two.
+const MANY: usize = 16;
+
 /// What a change needs of the share.
 pub struct Hands<'a> {
     /// The share's root, open for reading.
     pub root: BorrowedFd<'a>,
     /// The directory that stands for all that the guest does not know.
     pub hidden: BorrowedFd<'a>,
+    /// The share's device number.
+    dev: u64,
     /// The directory of the change before.
     last: Option<(u64, OwnedFd)>,
     /// Where directories were found last, by nodeid.
@@ -50,49 +56,120 @@ struct Here<'a> {
 }
 
 impl<'a> Hands<'a> {
-    pub fn new(root: BorrowedFd<'a>, hidden: BorrowedFd<'a>) -> Self {
-        Self { root, hidden, last: None, paths: HashMap::new(), moves: false, held: HashMap::new() }
+    pub fn new(root: BorrowedFd<'a>, hidden: BorrowedFd<'a>, dev: u64) -> Self {
+        Self { root, hidden, dev, last: None, paths: HashMap::new(), moves: false, held: HashMap::new() }
     }
 
-    /// A batch begins. `moves`: see [`Batch`](thruway_guest::protocol::Batch).
-    pub fn begin(&mut self, moves: bool) {
-        self.moves = moves;
-        if !moves {
+    /// Carries out a batch. Returns what to say of it.
+    pub fn carry_out(&mut self, batch: &Batch) -> Done {
+        self.moves = batch.moves;
+        if !batch.moves {
             self.held.clear();
         }
-    }
-
-    /// Lets go of what is open, at the end of a batch.
-    pub fn rest(&mut self) {
+        let mut done = Done { batch: batch.id, ..Done::default() };
+        let mut note = |result: Result<bool>| match result {
+            Ok(seen) => seen,
+            // The guest does not know the directory or the node any more.
+            Err(Errno::STALE) => false,
+            Err(errno) => {
+                done.failed += 1;
+                done.errno = errno.raw_os_error() as u32;
+                false
+            }
+        };
+        let changes = &batch.changes;
+        let look = changes.len() >= MANY && !batch.moves;
+        let watched = look.then(|| Watched::look(self.dev)).flatten();
+        let (mut quiet, mut listed) = (Vec::new(), HashSet::new());
+        for (index, change) in changes.iter().enumerate() {
+            if watched.as_ref().is_some_and(|watched| watched.misses(change) && !self.replaces(change, watched)) {
+                quiet.push(index);
+            } else {
+                note(self.repeat(index, change));
+            }
+        }
+        // One name of each directory is repeated nevertheless. So the kernel knows that its listing has changed.
+        quiet.retain(|index| {
+            let change = &changes[*index];
+            let dirs = [change.place.dir, change.to.dir].into_iter().filter(|dir| *dir != 0);
+            let names = change.has(ops::CREATE | ops::RENAME | ops::REMOVE);
+            if !names || dirs.clone().all(|dir| listed.contains(&dir)) {
+                return true;
+            }
+            if note(self.repeat(*index, change)) {
+                listed.extend(dirs);
+            }
+            false
+        });
+        if !quiet.is_empty() {
+            let mut bitmap = [0; MESSAGE / 8];
+            quiet.iter().for_each(|index| bitmap[index / 8] |= 1 << (index % 8));
+            let known = sys::ask(self.root, QUIET, &bitmap);
+            for index in quiet {
+                let change = &changes[index];
+                // A daemon that does not know the call wants all repeated.
+                note(if known.is_ok() { self.renew(change) } else { self.repeat(index, change) });
+            }
+        }
         self.last = None;
+        done
     }
 
-    /// Repeats a change. `index`: its place in the batch.
+    /// Whether a rename replaces a file that is watched, as the kernel knows it.
+    fn replaces(&mut self, change: &Change, watched: &Watched) -> bool {
+        let replaced = |here: Here| here.open().and_then(|file| sys::node_of(file.as_fd()));
+        change.has(ops::RENAME) && self.here(&change.to).and_then(replaced).is_ok_and(|node| watched.has(node))
+    }
+
+    /// Has the kernel look at what a change that nobody watches has made old.
+    fn renew(&mut self, change: &Change) -> Result<bool> {
+        let mut names = 0;
+        if change.node != 0 {
+            // One of its names ends, too.
+            names = look(sys::open_node(self.root, change.node, OFlags::PATH)?.as_fd())?.stx_nlink;
+        }
+        // Of a file with several names, it may have been another one.
+        let old = change.has(ops::RENAME) || change.has(ops::REMOVE) && names > 0;
+        let places = [(&change.place, change.has(ops::CREATE) || old), (&change.to, change.has(ops::RENAME))];
+        for (place, _) in places.into_iter().filter(|(_, asks)| *asks) {
+            // The kernel asks for the name. Nothing is made.
+            let _ = self.here(place)?.make(change);
+        }
+        Ok(true)
+    }
+
+    /// Repeats a change. `index`: its place in the batch. Returns whether the kernel knows that a listing has changed.
     ///
     /// # Errors
     /// If the guest could only be shown how things are now, or not even that.
-    pub fn repeat(&mut self, index: usize, change: &Change) -> Result<()> {
-        // The guest may not know the directory or the node any more.
-        self.try_repeat(index as u32, change).or_else(stale)
-    }
-
-    fn try_repeat(&mut self, index: u32, change: &Change) -> Result<()> {
+    fn repeat(&mut self, index: usize, change: &Change) -> Result<bool> {
+        let index = index as u32;
         if change.has(ops::RENAME | ops::EXCHANGE) {
-            return self.rename(index, change);
+            return self.rename(index, change).map(|()| true);
         }
         if change.place.is_none() {
             let file = match change.has(ops::DIRECTORY) {
                 true => self.directory(change.node)?,
                 false => sys::open_node(self.root, change.node, OFlags::PATH)?,
             };
-            return if change.has(ops::REFRESH) { look(file.as_fd()).map(drop) } else { touch(file.as_fd(), change) };
+            if change.has(ops::REFRESH) {
+                look(file.as_fd())?;
+            } else {
+                touch(file.as_fd(), change)?;
+            }
+            return Ok(false);
         }
         let root = self.root;
         let here = self.here(&change.place)?;
+        let mut listed = change.has(ops::REMOVE);
+        let more = change.has(ops::CONTENTS | ops::CLOSED | ops::ATTRIBUTES);
         if change.has(ops::CREATE) {
-            match here.make(change) {
+            let new = change.node == 0 && change.has(ops::CLOSED) && !change.has(ops::DIRECTORY | ops::REMOVE);
+            match if new { here.make_and_touch(change) } else { here.make(change) } {
+                Ok(()) if new => return Ok(true),
+                Ok(()) => listed = true,
                 // The guest knows it already.
-                Err(Errno::EXIST) | Ok(()) => {}
+                Err(Errno::EXIST) => {}
                 Err(errno) => return Err(errno),
             }
             // It is another name of a file that the guest knows.
@@ -103,7 +180,7 @@ impl<'a> Hands<'a> {
                     .or_else(stale)?;
             }
         }
-        if change.has(ops::CONTENTS | ops::CLOSED | ops::ATTRIBUTES) {
+        if more {
             match here.open() {
                 Ok(file) if is_of(root, index, change, sys::node_of(file.as_fd())?) => touch(file.as_fd(), change)?,
                 // It has been moved or removed: that change follows.
@@ -118,7 +195,7 @@ impl<'a> Hands<'a> {
             }
             removed?;
         }
-        Ok(())
+        Ok(listed)
     }
 
     /// The place's directory and name.
@@ -229,6 +306,25 @@ impl Here<'_> {
             // Of whatever type it is: the next look shows it.
             mknodat(self.dir, &self.name, FileType::RegularFile, Mode::empty(), 0)
         }
+    }
+
+    /// Makes a file, and does to it what was done to the file that it stands for.
+    fn make_and_touch(&self, change: &Change) -> Result<()> {
+        let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        // It lives for this moment. Its times are nobody's.
+        let file = openat(self.dir, &self.name, flags, Mode::RUSR)?;
+        let set = |atime| {
+            let none = Timespec { tv_sec: 0, tv_nsec: 0 };
+            let times = Timestamps { last_access: atime, last_modification: none };
+            utimensat(&file, c"", &times, AtFlags::EMPTY_PATH)
+        };
+        if change.has(ops::CONTENTS) {
+            set(Timespec { tv_sec: 0, tv_nsec: UTIME_OMIT })?;
+        }
+        if change.has(ops::ATTRIBUTES) {
+            set(Timespec { tv_sec: 0, tv_nsec: 0 })?;
+        }
+        Ok(())
     }
 
     fn remove(&self, root: BorrowedFd, index: u32, change: &Change) -> Result<()> {

@@ -35,6 +35,7 @@ fn clone_of(place: &OwnedFd) -> Result<OwnedFd> {
 /// A share that a daemon serves which knows agents, or that may be such a one.
 pub struct Share {
     tag: String,
+    dev: u64,
     /// A mount of its own, in no namespace: it keeps nobody from unmounting the share.
     _tree: OwnedFd,
     root: OwnedFd,
@@ -74,6 +75,7 @@ impl Share {
         };
         Ok(Arc::new(Self {
             tag: mount.tag.clone(),
+            dev: mount.dev,
             _tree: tree,
             root,
             threads: AtomicUsize::new(0),
@@ -162,7 +164,7 @@ impl Share {
 
     fn serve(self: &Arc<Self>, registered: &Registered) -> Result<()> {
         let root = self.root.as_fd();
-        let mut hands = Hands::new(root, registered.hidden.as_fd());
+        let mut hands = Hands::new(root, registered.hidden.as_fd(), self.dev);
         let mut done = Done::default();
         self.say("changes by others are repeated".into());
         loop {
@@ -170,7 +172,6 @@ impl Share {
             let waited = sys::ask(root, WAIT, &done.encode());
             let others = self.waiting.fetch_sub(1, Ordering::SeqCst) - 1;
             let batch = Batch::decode(&waited?).ok_or(Errno::PROTO)?;
-            done = Done { batch: batch.id, ..Done::default() };
             if self.ended.load(Ordering::SeqCst) {
                 return Ok(());
             }
@@ -181,14 +182,7 @@ impl Share {
             if !batch.changes.is_empty() && others == 0 {
                 self.start();
             }
-            hands.begin(batch.moves);
-            for (index, change) in batch.changes.iter().enumerate() {
-                if let Err(errno) = hands.repeat(index, change) {
-                    done.failed += 1;
-                    done.errno = errno.raw_os_error() as u32;
-                }
-            }
-            hands.rest();
+            done = hands.carry_out(&batch);
         }
     }
 }

@@ -438,6 +438,18 @@ impl Agents {
         Ok(())
     }
 
+    /// The thread does not repeat the changes whose bits are set: nobody watches them.
+    ///
+    /// # Errors
+    /// ENOTCONN if it is not registered.
+    pub fn quiet(&self, pid: u32, bitmap: &[u8]) -> Result<()> {
+        let mut state = self.state.lock();
+        let bits = bitmap.iter().flat_map(|byte| (0..8).map(move |bit| byte >> bit & 1 == 1));
+        let quiet = state.thread(pid)?.work().zip(bits).filter(|(_, quiet)| *quiet);
+        quiet.for_each(|(work, _)| work.given_up = true);
+        Ok(())
+    }
+
     /// Whether the thread may wait.
     ///
     /// # Errors

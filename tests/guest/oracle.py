@@ -23,11 +23,11 @@ libc.inotify_add_watch.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_uint3
 
 
 class Watcher:
-    def __init__(self, directories):
+    def __init__(self, directories, mask=ALL):
         self.fd = libc.inotify_init1(os.O_CLOEXEC)
         self.paths = {}
         for directory in directories:
-            descriptor = libc.inotify_add_watch(self.fd, directory.encode(), ALL)
+            descriptor = libc.inotify_add_watch(self.fd, directory.encode(), mask)
             assert descriptor > 0, (directory, os.strerror(ctypes.get_errno()))
             self.paths[descriptor] = directory
 

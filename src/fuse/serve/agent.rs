@@ -5,7 +5,7 @@ use std::ffi::{CStr, CString};
 use std::sync::Arc;
 
 use rustix::io::Errno;
-use thruway_guest::protocol::{Done, FOUND, Found, HELLO, MESSAGE, PATH, Place, STOP, WAIT, ops};
+use thruway_guest::protocol::{Done, FOUND, Found, HELLO, MESSAGE, PATH, Place, QUIET, STOP, WAIT, ops};
 
 use super::super::Server;
 use super::super::abi::*;
@@ -15,8 +15,9 @@ use super::super::request::Request;
 use crate::agent::{Agents, Look, Made, Work, is_phantom, next_phantom, phantom_format, phantom_of};
 use crate::watch::FileId;
 
-/// The `fh` of an open that the agent makes for IN_CLOSE_WRITE. No file has it, so its RELEASE finds nothing.
-const NO_FILE: u64 = u64::MAX;
+/// An open that the agent makes for IN_CLOSE_WRITE. No file has this `fh`, so its RELEASE finds nothing.
+const AGENTS_OPEN: OpenOut =
+    OpenOut { fh: u64::MAX, open_flags: OpenFlags::KEEP_CACHE.union(OpenFlags::NOFLUSH).bits(), backing_id: 0 };
 
 impl<F: FileSystem> Server<F> {
     /// The agent's own calls of ioctl(2), which any process may make.
@@ -28,7 +29,7 @@ impl<F: FileSystem> Server<F> {
         reply: &mut Reply,
     ) -> Result<()> {
         let agents = match command {
-            HELLO | WAIT | FOUND | STOP | PATH if request.header.nodeid == ROOT_ID => {
+            HELLO | WAIT | FOUND | STOP | PATH | QUIET if request.header.nodeid == ROOT_ID => {
                 self.fs.agents().ok_or(Errno::OPNOTSUPP)?
             }
             _ => return Err(Errno::NOTTY),
@@ -58,6 +59,10 @@ impl<F: FileSystem> Server<F> {
                 reply.put(&IoctlOut::default())?;
                 reply.put(&path[..])?;
                 reply.put(&0u8)
+            }
+            QUIET => {
+                agents.quiet(pid, message)?;
+                reply.put(&IoctlOut::default())
             }
             STOP => {
                 agents.release();
@@ -140,6 +145,22 @@ impl<F: FileSystem> Server<F> {
                     Made::Refused if works || is_phantom(node) => Err(Errno::PERM),
                     Made::Refused => self.serve(opcode, request, reply),
                 }
+            }
+            Opcode::Create if works => {
+                let mut args = request.peek();
+                let CreateIn { flags, .. } = args.take()?;
+                let name = args.name()?;
+                if flags & libc::O_EXCL as u32 == 0 {
+                    return Err(Errno::PERM);
+                }
+                if self.is_seen(agents, node, name) {
+                    return Err(Errno::EXIST);
+                }
+                let Made::Name(phantom) = agents.make(pid, uid, node, name.to_bytes(), false) else {
+                    return Err(Errno::PERM);
+                };
+                reply.put(&phantom_entry(phantom, libc::S_IFREG))?;
+                reply.put(&AGENTS_OPEN)
             }
             Opcode::Unlink | Opcode::Rmdir => {
                 let mut args = request.peek();
@@ -229,8 +250,7 @@ impl<F: FileSystem> Server<F> {
                 if args.flags & libc::O_TRUNC as u32 != 0 {
                     return Err(Errno::PERM);
                 }
-                let open_flags = OpenFlags::KEEP_CACHE | OpenFlags::NOFLUSH;
-                reply.put(&OpenOut { fh: NO_FILE, open_flags: open_flags.bits(), backing_id: 0 })
+                reply.put(&AGENTS_OPEN)
             }
             Opcode::Flush if works => Ok(()),
             _ if !works || only_reads(opcode) => self.serve(opcode, request, reply),
