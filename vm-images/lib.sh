@@ -21,6 +21,7 @@ programs_dir() { artefact programs "$here/build-programs" "$here/packages/progra
 callers_dir() { artefact callers "$here/build-callers" "$here/packages/callers.list" "$here/packages/tree.list"; }
 distributed_dir() { artefact distributed "$here/build-distributed" "$here/packages/distributed.list" "$here/packages/tree.list"; }
 uml_smp_dir() { artefact uml-smp "$here/build-uml-smp" "$here/linux-source.sh" "$here/uml-smp.config" "${uml_patches[@]}" "${guest_patches[@]}"; }
+# Has kernels by their series: 6.12, 6.1.
 old_kernel_dir() { artefact old-kernel "$here/build-old-kernel"; }
 
 # guest_kernel_dir NAME...: the guest kernel with these configurations of guest-kernel/configs.
@@ -110,11 +111,11 @@ debian_mirror() {
     printf '%s\n' "$mirror"
 }
 
-# debian_sources: prints the sources: trixie, its updates and backports, and sid. A mirror of sid may be out of date.
+# debian_sources SUITE...: prints the sources: trixie, its updates and backports, sid, and these. A mirror of sid may be out of date.
 debian_sources() {
     local mirror suite
     mirror=$(debian_mirror)
-    for suite in trixie trixie-updates trixie-backports; do
+    for suite in trixie trixie-updates trixie-backports "$@"; do
         printf 'deb [signed-by=%s] %s %s main\n' "$keyring" "$mirror" "$suite"
     done
     printf 'deb [signed-by=%s check-valid-until=no] %s sid main\n' "$keyring" "$mirror"
@@ -140,10 +141,11 @@ END
 # How often apt tries to download a file: a mirror may fail for some seconds.
 apt_tries=5
 
-# private_apt DIRECTORY: sets up an apt in DIRECTORY that leaves the host's alone. Use it with APT_CONFIG=DIRECTORY/apt.conf.
+# private_apt DIRECTORY SUITE...: sets up an apt in DIRECTORY that leaves the host's alone. Use it with APT_CONFIG=DIRECTORY/apt.conf. It knows
+# these suites of Debian besides the usual ones.
 private_apt() {
     mkdir -p "$1"/{state/lists/partial,cache/archives/partial,preferences.d}
-    debian_sources >"$1/sources.list"
+    debian_sources "${@:2}" >"$1/sources.list"
     : >"$1/status"
     cat >"$1/apt.conf" <<END
 Dir::State "$1/state";

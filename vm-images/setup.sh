@@ -12,7 +12,7 @@ usage: setup.sh [--missing] [PART]...
   tools         the test suites and virtiofsd
   uml-smp       User-Mode Linux for several CPUs
   guest-kernel  Linux with the patches of guest-kernel
-  old-kernel    Debian's older stock kernel
+  old-kernel    the stock kernels of Debian 13 and 12
   programs      databases for a soak, and not built unless it is named
   callers       libvirt and virtme-ng, and not built unless it is named
   distributed   GlusterFS and NFS, for the cases of that name, and not built unless it is named

@@ -38,6 +38,8 @@ PROMISES = {
     "notified": dict.fromkeys(NEVER, TOLD),
     # A stock guest with the guest agent.
     "agent": dict.fromkeys(NEVER, TOLD),
+    # There the guest's kernel keeps size, times and contents of what it knows.
+    "agent-writeback": dict.fromkeys(NEVER, TOLD) | {"opened again": NOW, "read again": LATE, "grown": LATE},
     # The guest believes its own size.
     "notified-writeback": dict.fromkeys(NEVER, TOLD) | {"grown": LATE},
 }

@@ -2,7 +2,8 @@
 """Works on open files while the machine moves, until DIRECTORY/stop exists: migration.py DIRECTORY KIND.
 
 KIND is "named", "removed" (a removed file is open too), "lost" (the move loses that file) or "waiting": a process waits for a lock
-that the host holds from the creation of DIRECTORY/locked to that of DIRECTORY/stop.
+that the host holds from the creation of DIRECTORY/locked to that of DIRECTORY/stop. With the guest agent, only the agent can make
+DIRECTORY/stop be seen, and an event comes with it.
 """
 
 import errno
@@ -11,7 +12,12 @@ import os
 import sys
 import time
 
+sys.path.insert(0, "/host")
+import oracle
+import window
+
 share, kind = sys.argv[1:]
+agent = window.start_agent((share,))
 os.chdir(share)
 os.makedirs("deep/er", exist_ok=True)
 os.makedirs("many", exist_ok=True)
@@ -43,6 +49,10 @@ if kind == "waiting":
         fcntl.flock(lock, fcntl.LOCK_EX)
         os._exit(0 if os.path.exists("stop") else 1)
 
+if agent:
+    events = oracle.Watcher(["."], oracle.CREATE)
+    assert not os.path.exists("stop")
+
 line = 0
 while not os.path.exists("stop"):
     line += 1
@@ -54,6 +64,10 @@ while not os.path.exists("stop"):
     # Slow enough that migration of the dirty pages converges, fast enough that every moment of it sees a write.
     time.sleep(0.005)
 
+if agent:
+    # Its name is what ends the wait.
+    oracle.SENTINEL = "stop"
+    events.until("stop")
 seen |= {entry.name for entry in listing}
 assert seen == NAMES, f"{len(seen)} of {len(NAMES)} entries"
 for name, ino in identities.items():

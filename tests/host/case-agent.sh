@@ -45,13 +45,16 @@ case_agent_qemu() {
     agent_case qemu --cache=auto
 }
 
-case_agent_old_kernel() {
+# old_kernel_agent SERIES
+old_kernel_agent() {
     "$root/vm-images/setup.sh" old-kernel
     local rounds agent_boot=(--kind qemu --properties queue-size=128)
-    agent_boot+=(--kernel "$(. "$root/vm-images/lib.sh" && old_kernel_dir)/vmlinuz")
+    agent_boot+=(--kernel "$(. "$root/vm-images/lib.sh" && old_kernel_dir)/$1/vmlinuz")
     rounds=$(pick 30 1000)
     agent_case old --cache=always
 }
+case_agent_debian_13() { old_kernel_agent 6.12; }
+case_agent_debian_12() { old_kernel_agent 6.1; }
 
 # What becomes of the agent, and of what it must leave alone.
 case_agent_life() {
@@ -60,6 +63,8 @@ case_agent_life() {
     make_share share
     make_share meet
     make_share x
+    make_share ro
+    start_daemon ro "$work/ro" --readonly
     start_daemon s "$work/share" --control-path "$work/sockets/s.control" --cache=always --lease-timeout=3600
     start_daemon x "$work/x"
     start_daemon meet "$work/meet" --cache=never
@@ -69,7 +74,7 @@ case_agent_life() {
         tags+=(--fs "m$n=$work/sockets/m$n")
     done
     "$boot" --kind uml --log-dir "$work/life.logs" --ro-dir "$guest_dir" --timeout "$(pick 600 3600)" --no-mount "${tags[@]}" \
-        --fs "s=$work/sockets/s" --fs "x=$work/sockets/x" --fs "meet=$work/sockets/meet" \
+        --fs "s=$work/sockets/s" --fs "x=$work/sockets/x" --fs "ro=$work/sockets/ro" --fs "meet=$work/sockets/meet" \
         "$guest_dir/agent-life.py" "$(pick 100 1000)" "$shares" &
     guest=$!
     answer_guest a "$guest"
@@ -82,4 +87,9 @@ case_agent_life() {
 case_caching_agent() {
     with_agent
     caching agent --cache=always --lease-timeout=3600
+}
+
+case_caching_agent_writeback() {
+    with_agent
+    caching agent-writeback --cache=auto --writeback --lease-timeout=3600
 }

@@ -88,6 +88,11 @@ moves() {
 
 case_migration_paths() { moves named '--migration-confirm-paths --migration-verify-handles'; }
 case_migration_handles() { moves removed --migration-mode=file-handles; }
+# The guest agent registers with the other daemon. Nothing else ends what the guest knows within the case.
+case_migration_agent() {
+    with_agent
+    moves named '--cache=always --lease-timeout=3600'
+}
 case_migration_lost() { moves lost '' --migration-on-error=guest-error; }
 case_migration_chroot() { moves named --sandbox=chroot; }
 case_migration_no_file_handles() { moves named '--inode-file-handles=never --sandbox=none'; }

@@ -279,7 +279,7 @@ case_passthrough_stock_guest() {
 old_guest() {
     "$root/vm-images/build-old-kernel"
     # At this level the kernel prints its version.
-    functional_boot=("$@" --kernel "$(. "$root/vm-images/lib.sh" && old_kernel_dir)/vmlinuz" --kernel-args loglevel=6)
+    functional_boot=("$@" --kernel "$(. "$root/vm-images/lib.sh" && old_kernel_dir)/6.12/vmlinuz" --kernel-args loglevel=6)
     functional qemu "${passthrough_options[@]}"
     grep -q 'Linux version 6\.12\.' "$work/functional.logs/console.log" || fail 'the guest did not boot Linux 6.12'
 }
