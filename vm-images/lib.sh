@@ -20,7 +20,7 @@ tree_dir() { artefact tree "$here/build-tree" "$here/packages/tree.list"; }
 programs_dir() { artefact programs "$here/build-programs" "$here/packages/programs.list" "$here/packages/tree.list"; }
 callers_dir() { artefact callers "$here/build-callers" "$here/packages/callers.list" "$here/packages/tree.list"; }
 distributed_dir() { artefact distributed "$here/build-distributed" "$here/packages/distributed.list" "$here/packages/tree.list"; }
-uml_smp_dir() { artefact uml-smp "$here/build-uml-smp" "$here/linux-source.sh" "$here/uml-smp.config" "${uml_patches[@]}" "${guest_patches[@]}"; }
+uml_smp_dir() { artefact uml-smp "$here/build-uml-smp" "$here/linux-source.sh" "$here/uml-smp.config" "${uml_patches[@]}"; }
 # Has kernels by their series: 6.12, 6.1.
 old_kernel_dir() { artefact old-kernel "$here/build-old-kernel"; }
 
@@ -32,14 +32,11 @@ guest_kernel_dir() {
 }
 
 guest_kernel=$here/../guest-kernel
-# The series of guest-kernel in the order in which they apply. Each needs those before it, if they are there. The first thus
-# applies to plain Linux.
-guest_series=(fixes notification passthrough lease fsnotify)
-# These apply to every kernel that is built from source.
+# The series of guest-kernel in the order in which they apply.
+guest_series=(fixes passthrough)
+# These apply to the guest kernel only.
 guest_patches=()
-for series in "${guest_series[@]}"; do
-    [[ ! -d $guest_kernel/$series ]] || guest_patches+=("$guest_kernel/$series"/*.patch)
-done
+for series in "${guest_series[@]}"; do guest_patches+=("$guest_kernel/$series"/*.patch); done
 unset series
 # These apply to User-Mode Linux only.
 uml_patches=("$here"/uml-patches/*.patch)

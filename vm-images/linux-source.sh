@@ -4,7 +4,7 @@
 # The patches of guest-kernel apply to this version.
 linux_series=7.2
 
-# linux_source DIRECTORY: unpacks Debian's kernel source there and applies the patches of guest-kernel.
+# linux_source DIRECTORY PATCH...: unpacks Debian's kernel source there and applies the patches.
 linux_source() {
     local apt=$1.apt package=linux-source-$linux_series
     logged "read package lists" private_apt "$apt"
@@ -14,15 +14,15 @@ linux_source() {
     mkdir "$1"
     logged "unpack $package" tar -xf "$apt/usr/src/$package.tar.xz" -C "$1" --strip-components=1
     rm -rf "$apt"
-    # shellcheck disable=SC2154  # lib.sh has it
-    logged "apply ${#guest_patches[@]} patches" apply_patches "$1"
+    logged "apply $(($# - 1)) patches" apply_patches "$@"
 }
 
 apply_patches() {
-    local patch
-    for patch in "${guest_patches[@]}"; do
-        # Debian's source is a newer stable release than the patches' base: offsets are fine, fuzz is not.
-        patch -d "$1" -p1 --fuzz=0 --batch <"$patch"
+    local directory=$1 patch
+    shift
+    for patch in "$@"; do
+        # Debian's source may be a newer stable release than the patches' base: offsets are fine, fuzz is not.
+        patch -d "$directory" -p1 --fuzz=0 --batch <"$patch"
     done
 }
 

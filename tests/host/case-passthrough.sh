@@ -101,13 +101,13 @@ case_passthrough_host_changes() {
     grep -q "$window_warning" "$work/daemons.logs/daemon-s.log" || fail "the guest let go of a page that was held"
 }
 
-# The guest does not look for revocations by itself. With one mapping for each file and one for the table, no slot grows in place.
-case_passthrough_notified() {
+# Nothing makes the guest look at its files. With one mapping for each file and one for the table, no slot grows in place.
+case_passthrough_idle() {
     local files
     files=$(pick 8 20)
     passthrough
     window_options+=("--max-mappings=$((files + 1))")
-    window_case notified passthrough-notified.py "$files"
+    window_case idle passthrough-idle.py "$files"
 }
 
 case_passthrough_two_guests() {
