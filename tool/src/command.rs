@@ -384,7 +384,7 @@ mod tests {
                 let all = [&["--share=/tmp", "--for", who], words].concat();
                 let text = printed(&all).unwrap_or_else(|e| panic!("{all:?}: {e}"));
                 assert!(who == "libvirt" || want.iter().all(|option| text.contains(option)), "{text}");
-                assert!(text.contains("num_vqs=4"), "{text}");
+                assert!(text.contains("num_vqs=3"), "{text}");
             }
         }
         for (words, cure) in [

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 pub const DEFAULT: &str = if cfg!(target_arch = "aarch64") { "qemu-system-aarch64" } else { "qemu-system-x86_64" };
 
 /// The device that has shared memory regions.
-const DEVICE: &str = "vhost-user-test-device-pci,virtio-id=26,num_vqs=3,vq_size=1024,config_size=44,chardev=fs";
+const DEVICE: &str = "vhost-user-test-device-pci,virtio-id=26,num_vqs=2,vq_size=1024,config_size=40,chardev=fs";
 
 /// Messages of vhost-user, and the bits of its features (QEMU's docs/interop/vhost-user.rst).
 const GET_FEATURES: u32 = 1;

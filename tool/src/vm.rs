@@ -45,8 +45,8 @@ impl Share {
         let mut daemon = arguments.to_vec();
         let device = if windows {
             daemon.extend([format!("--tag={tag}"), format!("--num-request-queues={queues}")]);
-            // Two more queues: the high priority queue and the notification queue.
-            format!("vhost-user-test-device-pci,virtio-id=26,num_vqs={},vq_size=1024,config_size=44", queues + 2)
+            // One more queue: the high priority queue.
+            format!("vhost-user-test-device-pci,virtio-id=26,num_vqs={},vq_size=1024,config_size=40", queues + 1)
         } else {
             format!("vhost-user-fs-pci,tag={tag},queue-size=1024,num-request-queues={queues}")
         };
@@ -247,7 +247,7 @@ mod tests {
         assert_eq!(plain.device("/a,b")[1], "socket,id=thruway-fs,path=/a,,b");
         assert_eq!(plain.device, "vhost-user-fs-pci,tag=t,queue-size=1024,num-request-queues=2");
         let dax = share(&["--dax-window=512M"]).unwrap();
-        assert!(dax.windows && dax.device.contains("num_vqs=4,"), "{}", dax.device);
+        assert!(dax.windows && dax.device.contains("num_vqs=3,"), "{}", dax.device);
         assert!(dax.daemon.ends_with(&["--tag=t".into(), "--num-request-queues=2".into()]));
         assert!(share(&["--dax-window=3M"]).is_err());
     }
