@@ -138,22 +138,6 @@ pub const OWED_TIMES: usize = 1024;
 /// others get their times late.
 pub const TIMES_THREADS: usize = 4;
 
-/// Invalidations that the guest has not heard yet, merged. A guest that answers hears of each within a millisecond, so
-/// these are what the host changes while the guest stands still for some seconds. Each takes 150 bytes and a name, so
-/// all of them 6 MiB, and 20 MiB with the longest names that the protocol allows. At the limit all of them give way to
-/// one notification: trust nothing.
-pub const NOTIFICATIONS: usize = 16_384;
-
-/// Nodes that processes of the guest watch by inotify(7) or fanotify(7). Editors and build tools watch each directory
-/// of a tree, which are some thousands. Each takes 100 bytes and a mark on the host. At the limit the guest's kernel
-/// gets ENOSPC, and the process hears of the guest's own changes alone.
-pub const WATCHED_NODES: usize = 65_536;
-
-/// Events for the guest's watchers (inotify(7)) that the guest has not heard yet: as many as Linux keeps for one
-/// watcher (fs.inotify.max_queued_events). Each takes 40 bytes and a name. Further events are dropped, and the guest
-/// hears of that once.
-pub const NOTIFIED_EVENTS: usize = 16_384;
-
 /// Changes by others that wait for the guest agent: as many as Linux keeps for one watcher
 /// (fs.inotify.max_queued_events). Each takes 300 bytes with its name. At the limit all of them give way to one
 /// request: look at everything again.
@@ -230,14 +214,8 @@ counted! {
     Listings = "listings",
     /// [`WINDOW_JOBS`]
     WindowJobs = "window_jobs",
-    /// [`NOTIFICATIONS`]
-    Notifications = "notifications",
-    /// [`NOTIFIED_EVENTS`]
-    NotifiedEvents = "notified_events",
     /// [`AGENT_CHANGES`]
     AgentChanges = "agent_changes",
-    /// [`WATCHED_NODES`]
-    WatchedNodes = "watched_nodes",
     /// [`WATCHES`] and [`LEASES`]
     Watches = "watches",
     /// [`LOG_BURST`]

@@ -303,6 +303,22 @@ fn a_listing_does_not_make_known_what_is_announced() {
 }
 
 #[test]
+fn what_nobody_watches_is_answered_truly() {
+    let mut guest = Guest::new();
+    guest.register();
+    let batch = guest.batch(|dir| mkdir(&dir.join("new")));
+    let at = batch.changes.iter().position(|change| change.place.name == b"new").unwrap();
+    assert_eq!(guest.lookup(AGENT, "new").unwrap_err(), libc::ENOENT);
+    guest.ioctl(AGENT, protocol::QUIET, &(1u64 << at).to_le_bytes()).unwrap();
+    let node = guest.lookup(AGENT, "new").unwrap().nodeid;
+    assert!(node < PHANTOMS);
+    // It is still asked for nothing.
+    let made = [MkdirIn::default().as_bytes(), b"new\0"].concat();
+    assert_eq!(guest.call(AGENT, Opcode::Mkdir, ROOT_ID, &[&made]), Err(libc::EPERM));
+    assert_eq!(guest.lookup(USER, "new").unwrap().nodeid, node);
+}
+
+#[test]
 fn there_are_leases_while_the_agent_keeps_up() {
     let mut guest = Guest::new();
     file(guest.dir.path(), "file");

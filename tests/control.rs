@@ -185,7 +185,7 @@ fn what_it_shows_is_what_happened() {
         ("thruway_inodes_limit", 4_194_304.0),
         ("thruway_handles", 1.0),
         ("thruway_mappings{window=\"dax\"}", 0.0),
-        ("thruway_notifications_total{kind=\"Delete\"}", 0.0),
+        ("thruway_agent_changes_total{result=\"failed\"}", 0.0),
         ("thruway_limit_reached_total{limit=\"inodes\"}", 0.0),
         ("thruway_build_info{version=\"0.1.0\"}", 1.0),
     ] {

@@ -4,7 +4,7 @@
 //!
 //! Each test has its own process and mount namespace.
 
-mod notified;
+mod listening;
 mod processes;
 
 use std::fs::{self, File};
@@ -20,7 +20,7 @@ use std::sync::{Arc, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use notified::Open;
+use listening::Listening;
 use processes::{run_mounting, skip, this};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
@@ -440,9 +440,10 @@ fn nothing_is_leased_or_kept() {
     let far = Far::new();
     let look = |share: &Path| {
         let config = Config { lease_timeout: Duration::from_secs(LEASE), ..prefer() };
-        let fs = session(share, config).with_notifier(Arc::new(Open)).with_watch(Some(Watch::new().unwrap())).unwrap();
+        let fs = session(share, config).with_watch(Some(Watch::new().unwrap())).unwrap();
         fs.enter_thread();
         fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM).unwrap();
+        Listening::start(&fs);
         let dir = fs.lookup(ROOT_ID, c"quick").unwrap();
         let file = fs.lookup(dir.nodeid, c"file").unwrap();
         let attr = fs.getattr(file.nodeid, None).unwrap();
@@ -453,7 +454,7 @@ fn nothing_is_leased_or_kept() {
             fs.open(file.nodeid, &OpenIn::default(), false, &mut reply).unwrap();
             reply.finish(Ok(()));
             let open = OpenOut::read_from_bytes(&opened.recv().unwrap()[16..]).unwrap();
-            kept |= open.open_flags & (OpenFlags::KEEP_CACHE | OpenFlags::CACHE_DIR | OpenFlags::LEASED).bits();
+            kept |= open.open_flags & (OpenFlags::KEEP_CACHE | OpenFlags::CACHE_DIR).bits();
         }
         (dir.entry_valid, file.entry_valid, file.attr_valid, attr.attr_valid, kept)
     };

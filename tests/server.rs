@@ -1,14 +1,14 @@
 //! The FUSE server over a real directory, called without a virtqueue: how much it allocates, and what it survives.
 
-mod notified;
+mod listening;
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, mpsc};
+use std::sync::mpsc;
 
-use notified::Open;
+use listening::Listening;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use tempfile::TempDir;
@@ -98,8 +98,9 @@ impl Guest {
 
     /// A guest with leases.
     fn leased(config: Config) -> Self {
-        let watch = Watch::new().unwrap();
-        Self::of(config, |fs| fs.with_notifier(Arc::new(Open)).with_watch(Some(watch)).unwrap())
+        let guest = Self::of(config, |fs| fs.with_watch(Some(Watch::new().unwrap())).unwrap());
+        Listening::start(guest.server.fs());
+        guest
     }
 
     fn of(config: Config, more: impl FnOnce(PassthroughFs) -> PassthroughFs) -> Self {

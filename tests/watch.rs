@@ -1,8 +1,9 @@
-//! What a guest with leases is told on each file system that is watched, for a daemon of root and one without
+//! What the guest's agent is told on each file system that is watched, for a daemon of root and one without
 //! privileges. Needs root, loop devices, mkfs.ext4, mkfs.xfs, mkfs.btrfs and mkfs.f2fs.
 //!
 //! Each test has its own process and mount namespace.
 
+mod listening;
 mod processes;
 
 use std::fs;
@@ -12,14 +13,14 @@ use std::process::{Command, ExitCode, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
+use listening::Listening;
 use processes::{run_mounting, skip, this};
 use rustix::fs::{Mode, OFlags};
 use thruway::fs::{Config, PassthroughFs, proc_self_fd};
 use thruway::fuse::abi::*;
-use thruway::fuse::notify::{Notification, Sink};
 use thruway::fuse::ops::{Attrs, Control, Names};
 use thruway::watch::Watch;
+use thruway_guest::protocol::{Change, Place, ops};
 
 type Test = fn(&Path);
 
@@ -139,62 +140,60 @@ fn on_disk(name: &str, disk: &str, user: &str) {
     assert!(status.success(), "{status}");
 }
 
-/// What a guest is told.
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum Told {
-    /// The attributes, and the contents.
-    Inode(u64, bool),
-    Entry(u64, String),
-    Epoch,
+/// What the agent is told. A change may say more.
+struct Told {
+    ops: u16,
+    /// 0: any.
+    node: u64,
+    /// `None`: any.
+    place: Option<Place>,
+    to: Option<Place>,
 }
 
-#[derive(Default)]
-struct Queue {
-    told: Mutex<Vec<Told>>,
-    changed: Condvar,
-}
-
-impl Sink for Queue {
-    fn is_open(&self) -> bool {
-        true
-    }
-
-    fn notify(&self, notification: Notification) {
-        self.told.lock().push(match notification {
-            Notification::InvalInode { nodeid, contents } => Told::Inode(nodeid, contents),
-            Notification::InvalEntry { parent, name } => Told::Entry(parent, String::from_utf8_lossy(name).into()),
-            Notification::IncEpoch => Told::Epoch,
-            other => panic!("{other:?}"),
-        });
-        self.changed.notify_all();
-    }
-
-    fn clear(&self) {
-        self.told.lock().clear();
+impl Told {
+    /// Whether the change is of this, with this op.
+    fn is(&self, op: u16, change: &Change) -> bool {
+        let at = |wanted: &Option<Place>, place: &Place| wanted.as_ref().is_none_or(|wanted| wanted == place);
+        let node = self.node == 0 || self.node == change.node;
+        change.has(op) && node && at(&self.place, &change.place) && at(&self.to, &change.to)
     }
 }
 
-/// A guest with leases, and a host.
+/// Of a node, wherever it is.
+fn of(ops: u16, node: u64) -> Told {
+    Told { ops, node, place: None, to: None }
+}
+
+/// Of a name, and of the node if that is not 0.
+fn at(ops: u16, node: u64, dir: u64, name: &str) -> Told {
+    Told { ops, node, place: Some(place(dir, name)), to: None }
+}
+
+fn place(dir: u64, name: &str) -> Place {
+    Place { dir, name: name.into() }
+}
+
+/// A guest with an agent, and a host.
 struct World {
     fs: PassthroughFs,
-    queue: Arc<Queue>,
+    agent: Option<Arc<Listening>>,
     share: PathBuf,
 }
 
 impl World {
     fn new(share: &Path) -> Self {
-        Self::with_watch(share, Some(Watch::new().unwrap()))
+        let world = Self::with_watch(share, Some(Watch::new().unwrap()));
+        Self { agent: Some(Listening::start(&world.fs)), ..world }
     }
 
     fn with_watch(share: &Path, watch: Option<Watch>) -> Self {
         let root = rustix::fs::open(share, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap();
         let config = Config { lease_timeout: Duration::from_secs(LEASE), ..Config::default() };
-        let queue = Arc::new(Queue::default());
         let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), config).unwrap();
-        let fs = fs.with_notifier(queue.clone()).with_watch(watch).unwrap();
+        let fs = fs.with_watch(watch).unwrap();
         fs.enter_thread();
         fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM).unwrap();
-        Self { fs, queue, share: share.to_owned() }
+        Self { fs, agent: None, share: share.to_owned() }
     }
 
     /// Runs a shell command in the share. The shell and all that it starts are other processes.
@@ -218,19 +217,20 @@ impl World {
         }
     }
 
-    /// Waits until the guest has been told all of this. It may be told that contents have changed too: the host's
-    /// kernel merges events, and touch(1) opens the file for writing.
+    /// Waits until the agent has been told all of this. The host's kernel may merge what one command does, or not.
     fn hears(&self, what: &str, expected: &[Told]) {
-        let mut told = self.queue.told.lock();
-        let covers = |told: &Told, expected: &Told| match (told, expected) {
-            (Told::Inode(told, contents), Told::Inode(node, wanted)) => told == node && contents >= wanted,
-            _ => told == expected,
+        let agent = self.agent.as_ref().unwrap();
+        let mut all = agent.told.lock();
+        let missing = |all: &[Change], told: &Told| {
+            let bits = (0..u16::BITS).map(|bit| 1 << bit).filter(|bit| told.ops & bit != 0);
+            bits.filter(|op| !all.iter().any(|change| told.is(*op, change))).sum::<u16>()
         };
-        while !expected.iter().all(|expected| told.iter().any(|told| covers(told, expected))) {
-            let timed_out = self.queue.changed.wait_for(&mut told, LONG).timed_out();
-            assert!(!timed_out, "{what}: {told:?} instead of {expected:?}");
+        while expected.iter().any(|told| missing(&all, told) != 0) {
+            let timed_out = agent.changed.wait_for(&mut all, LONG).timed_out();
+            let missing: Vec<u16> = expected.iter().map(|told| missing(&all, told)).collect();
+            assert!(!timed_out, "{what}: {missing:?} are missing in {all:?}");
         }
-        told.clear();
+        all.clear();
     }
 }
 
@@ -239,50 +239,41 @@ fn valid(out: &EntryOut) -> (u64, u64) {
     (out.entry_valid, out.attr_valid)
 }
 
-fn entry(dir: u64, name: &str) -> Told {
-    Told::Entry(dir, name.into())
-}
-
 fn every_change_is_told(share: &Path) {
     let world = World::new(share);
     world.host("mkdir d out && for f in f g h; do echo $f >d/$f; done && ln d/h out/h && ln -s f d/link");
     let d = world.leased(ROOT_ID, "d").nodeid;
     let [f, g, h, link] = ["f", "g", "h", "link"].map(|name| world.leased(d, name).nodeid);
     assert_eq!(world.leased(d, "none").nodeid, 0);
-    // A daemon that may not open all files does not let the guest open them without a message.
-    let opens = world.leased(d, "f").attr.flags & ATTR_LEASED != 0;
-    assert_eq!(opens, rustix::process::geteuid().is_root());
-    let (attrs, all) = (|node| Told::Inode(node, false), |node| Told::Inode(node, true));
-    let names = |names: &[&str]| names.iter().map(|name| entry(d, name)).chain([all(d)]).collect::<Vec<_>>();
-    let with = |mut told: Vec<Told>, more: &[Told]| {
-        told.extend(more.iter().cloned());
-        told
-    };
+    let (write, attr, name) = (ops::CONTENTS | ops::CLOSED, ops::ATTRIBUTES, |ops, name| at(ops, 0, d, name));
+    let moves = |node, from, to: Place| Told { to: Some(to), ..at(ops::RENAME, node, d, from) };
+    let file = |ops| at(ops, f, d, "f");
     let cases: Vec<(&str, Vec<Told>)> = vec![
-        ("echo x >d/f", vec![all(f)]),
-        ("echo y >>d/f", vec![all(f)]),
-        ("truncate -s 100 d/f", vec![all(f)]),
-        ("dd if=/dev/zero of=d/f bs=1 count=1 seek=9 conv=notrunc", vec![all(f)]),
-        ("fallocate -l 8192 d/f", vec![all(f)]),
-        ("chmod 600 d/f", vec![attrs(f)]),
-        ("touch -m d/f", vec![all(f)]),
-        ("touch -d '2001-02-03 04:05:06' d/f", vec![attrs(f)]),
-        ("echo z >>out/h", vec![all(h)]),
-        ("chmod 700 d", vec![attrs(d)]),
-        ("echo x >d/none", names(&["none"])),
-        ("mkdir d/dir", names(&["dir"])),
-        ("rmdir d/dir", names(&["dir"])),
-        ("mkfifo d/fifo", names(&["fifo"])),
-        ("ln -s x d/symlink", names(&["symlink"])),
-        ("ln d/f d/f2", with(names(&["f2"]), &[attrs(f)])),
-        ("rm d/f2", with(names(&["f2"]), &[attrs(f)])),
-        ("mv d/g d/g2", with(names(&["g", "g2"]), &[attrs(g)])),
-        ("mv d/g2 d/f", with(names(&["g2", "f"]), &[attrs(g)])),
-        ("rm d/link", with(names(&["link"]), &[attrs(link)])),
-        ("mv d/f out/f", with(names(&["f"]), &[attrs(g)])),
-        ("rm out/h", vec![attrs(h)]),
-        ("rm d/h", names(&["h"])),
-        ("rm -r d", vec![entry(ROOT_ID, "d"), all(ROOT_ID)]),
+        ("echo x >d/f", vec![file(write)]),
+        ("echo y >>d/f", vec![file(write)]),
+        ("truncate -s 100 d/f", vec![file(ops::CONTENTS)]),
+        ("dd if=/dev/zero of=d/f bs=1 count=1 seek=9 conv=notrunc", vec![file(write)]),
+        ("fallocate -l 8192 d/f", vec![file(ops::CONTENTS)]),
+        ("chmod 600 d/f", vec![file(attr)]),
+        ("touch -m d/f", vec![file(write)]),
+        ("touch -d '2001-02-03 04:05:06' d/f", vec![file(attr)]),
+        // By a link that is not watched.
+        ("echo z >>out/h", vec![of(write, h)]),
+        ("chmod 700 d", vec![of(attr | ops::DIRECTORY, d)]),
+        ("echo x >d/none", vec![name(ops::CREATE | write, "none")]),
+        ("mkdir d/dir", vec![name(ops::CREATE | ops::DIRECTORY, "dir")]),
+        ("rmdir d/dir", vec![name(ops::REMOVE | ops::DIRECTORY, "dir")]),
+        ("mkfifo d/fifo", vec![name(ops::CREATE, "fifo")]),
+        ("ln -s x d/symlink", vec![name(ops::CREATE, "symlink")]),
+        ("ln d/f d/f2", vec![at(ops::CREATE, f, d, "f2")]),
+        ("rm d/f2", vec![at(ops::REMOVE, f, d, "f2")]),
+        ("mv d/g d/g2", vec![moves(g, "g", place(d, "g2"))]),
+        ("mv d/g2 d/f", vec![moves(g, "g2", place(d, "f"))]),
+        ("rm d/link", vec![at(ops::REMOVE, link, d, "link")]),
+        ("mv d/f out/f", vec![moves(g, "f", Place::default())]),
+        ("rm out/h", vec![of(attr, h)]),
+        ("rm d/h", vec![at(ops::REMOVE, h, d, "h")]),
+        ("rm -r d", vec![at(ops::REMOVE | ops::DIRECTORY, d, ROOT_ID, "d")]),
     ];
     for (command, expected) in cases {
         world.host(command);
@@ -297,7 +288,7 @@ fn nested_file_systems(share: &Path) {
     // The other name of a file that is mounted on one: its directory is not watched.
     let bound = world.leased(ROOT_ID, "bound").nodeid;
     world.host("echo x >>apart/file");
-    world.hears("a file that is mounted on another", &[Told::Inode(bound, true)]);
+    world.hears("a file that is mounted on another", &[of(ops::CONTENTS, bound)]);
     let nested = world.look(ROOT_ID, "nested").nodeid;
     let node = |dir| world.look(dir, "f").nodeid;
     let (upper, lower) = (node(ROOT_ID), node(nested));
@@ -306,11 +297,12 @@ fn nested_file_systems(share: &Path) {
     println!("what is nested is {}", if watched { "watched" } else { "not watched" });
     world.leased(ROOT_ID, "f");
     world.host("echo y >>f");
-    world.hears("above", &[Told::Inode(upper, true)]);
+    world.hears("above", &[of(ops::CONTENTS, upper)]);
     if watched {
         world.leased(nested, "f");
         world.host("echo y >>nested/f && mv nested/f nested/g");
-        world.hears("below", &[Told::Inode(lower, true), entry(nested, "f"), entry(nested, "g")]);
+        let renamed = Told { to: Some(place(nested, "g")), ..at(ops::RENAME, lower, nested, "f") };
+        world.hears("below", &[of(ops::CONTENTS, lower), renamed]);
     } else {
         assert_eq!(valid(&world.look(nested, "f")), (1, 1));
         assert_eq!(world.fs.getattr(lower, None).unwrap().attr_valid, 1);
@@ -329,13 +321,13 @@ fn marks_run_out(share: &Path) {
     // What is watched is still told.
     let f = world.look(b.nodeid, "f").nodeid;
     world.host("echo y >>b/f");
-    world.hears("a file in b", &[Told::Inode(f, true)]);
+    world.hears("a file in b", &[of(ops::CONTENTS, f)]);
     // The guest forgets b and its file, and the kernel has room for one more.
     world.fs.forget(f, 1000);
     world.fs.forget(b.nodeid, 1000);
     assert_eq!(valid(&world.look(ROOT_ID, "c")), (LEASE, LEASE));
     world.host("touch c/new");
-    world.hears("a name in c", &[entry(c.nodeid, "new"), Told::Inode(c.nodeid, true)]);
+    world.hears("a name in c", &[at(ops::CREATE, 0, c.nodeid, "new")]);
 }
 
 /// The user has too many groups already. The daemon serves without a watch.

@@ -49,9 +49,6 @@ const IN_HEADER_LEN: usize = 40;
 const OUT_HEADER_LEN: usize = 16;
 const FUSE_INIT: u32 = 26;
 
-/// The feature bit of the notification queue (VIRTIO 1.3, section 5.11.3).
-const FS_F_NOTIFICATION: u32 = 0;
-
 /// How to set up the device.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
@@ -66,22 +63,17 @@ pub struct Options {
     pub indirect: bool,
     /// How long to poll for a notification before sleeping for it.
     pub halt_poll: Duration,
-    /// Take VIRTIO_FS_F_NOTIFICATION: queue 1 is the notification queue then, and requests go to the queues after it.
-    pub notifications: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        let halt_poll = Duration::ZERO;
-        let notifications = false;
         Self {
             queues: 2,
             queue_size: 128,
             mem_size: 16 << 20,
             event_idx: true,
             indirect: true,
-            halt_poll,
-            notifications,
+            halt_poll: Duration::ZERO,
         }
     }
 }
@@ -158,7 +150,6 @@ impl Frontend {
         let mut features = 1 << VIRTIO_F_VERSION_1 | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() | more;
         features |= u64::from(self.options.event_idx) << VIRTIO_RING_F_EVENT_IDX;
         features |= u64::from(self.options.indirect) << VIRTIO_RING_F_INDIRECT_DESC;
-        features |= u64::from(self.options.notifications) << FS_F_NOTIFICATION;
         self.vhost.set_features(features).map_err(io::Error::other)
     }
 
@@ -236,11 +227,6 @@ impl Frontend {
         let (_, data) =
             self.vhost.get_config(offset, size, VhostUserConfigFlags::empty(), &buf).map_err(io::Error::other)?;
         Ok(data)
-    }
-
-    /// The number of the first request queue.
-    pub fn first_request_queue(&self) -> usize {
-        1 + usize::from(self.options.notifications)
     }
 
     /// The vhost-user connection, for messages without a method here.
@@ -338,7 +324,7 @@ impl Frontend {
         let mut words = [0u32; 16];
         words[..5].copy_from_slice(&[7, 45, 128 << 10, flags as u32, (flags >> 32) as u32]);
         let body: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-        self.request(self.first_request_queue(), FUSE_INIT, 0, &body, &[], 64)
+        self.request(1, FUSE_INIT, 0, &body, &[], 64)
     }
 
     /// Allocates `len` bytes of the queue's memory and returns their guest address. They are never freed.

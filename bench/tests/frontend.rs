@@ -231,7 +231,7 @@ fn options_are_checked() {
         listener
     };
     let handler = Arc::new(Stub::default());
-    for (n, request_queues) in [0, 63].into_iter().enumerate() {
+    for (n, request_queues) in [0, 64].into_iter().enumerate() {
         let options = device::Options { request_queues, ..Default::default() };
         assert!(matches!(device::serve(listen(n), handler.clone(), options), Err(Error::RequestQueues(_))));
     }
@@ -602,17 +602,17 @@ fn loops_end() {
 #[test]
 fn an_absurd_available_index_stops_only_its_queue() {
     // The last possible queue: no other test has a thread of this name.
-    let (_daemon, mut frontend) = pair(Options { queues: 63, mem_size: 64 << 20, ..Options::default() });
-    (0..63).for_each(|queue| echo(&frontend, queue));
-    frontend.memory().write_obj(30_000u16, GuestAddress(frontend.layout(62).available + 2)).unwrap();
-    frontend.kick(62).unwrap();
+    let (_daemon, mut frontend) = pair(Options { queues: 64, mem_size: 64 << 20, ..Options::default() });
+    (0..64).for_each(|queue| echo(&frontend, queue));
+    frontend.memory().write_obj(30_000u16, GuestAddress(frontend.layout(63).available + 2)).unwrap();
+    frontend.kick(63).unwrap();
     thread::sleep(SHORT);
-    until(|| sleeps("thruway-q61"));
-    echo(&frontend, 61);
-    assert_eq!(frontend.stop_queue(62).unwrap(), 1);
-    frontend.clear_queue(62).unwrap();
-    frontend.start_queue(62, 0).unwrap();
+    until(|| sleeps("thruway-q62"));
     echo(&frontend, 62);
+    assert_eq!(frontend.stop_queue(63).unwrap(), 1);
+    frontend.clear_queue(63).unwrap();
+    frontend.start_queue(63, 0).unwrap();
+    echo(&frontend, 63);
 }
 
 /// Whether the thread of this name sleeps.

@@ -1,4 +1,4 @@
-//! A queue's worker, or the notification queue's, while another thread rewrites its rings, descriptors and requests.
+//! A queue's worker, while another thread rewrites its rings, descriptors and requests.
 #![no_main]
 
 use std::cell::RefCell;
@@ -8,9 +8,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
-use thruway::device::doors::{Memory, RegionState, Role, Service, Tables, Vring, Workers};
-use thruway::device::{Handler, Notifier, Urings};
-use thruway::fuse::notify::{FsEvent, Notification, Sink};
+use thruway::device::doors::{Memory, RegionState, Service, Tables, Vring, Workers};
+use thruway::device::{Handler, Urings};
 use thruway::fuse::ops::Wait;
 use thruway::fuse::{Transport, WayBack, Work};
 use thruway_fuzz::Input;
@@ -108,7 +107,6 @@ impl Kept {
             logging: AtomicBool::new(true),
             urings: Arc::new(Urings::none()),
             poll: Duration::ZERO,
-            notifier: Some(Arc::new(Notifier::new().unwrap())),
             monitor: Arc::default(),
         };
         Self { workers, jobs, done }
@@ -117,30 +115,6 @@ impl Kept {
 
 thread_local! {
     static KEPT: RefCell<Kept> = RefCell::new(Kept::new());
-}
-
-/// Serves the ring as a request queue, or as the notification queue while there is something to say.
-fn serve(workers: &Workers<Any>, ring: &Vring, notifies: bool) {
-    match &workers.notifier {
-        Some(notifier) if notifies => workers.tell(&ring.0, notifier),
-        _ => workers.drain(&ring.0, 1, Role::of(1, false)),
-    }
-}
-
-/// Lets some notifications wait.
-fn say(notifier: &Notifier, input: &mut Input) {
-    for _ in 0..input.u8() % 12 {
-        let (kind, nodeid) = (input.u8(), u64::from(input.u8() % 4));
-        let name = vec![b'n'; usize::from(kind / 8) * 8 + 1];
-        notifier.notify(match kind % 8 {
-            0..3 => Notification::InvalInode { nodeid, contents: kind & 8 != 0 },
-            3 => Notification::InvalEntry { parent: nodeid, name: &name },
-            4 => Notification::Revoked,
-            5 => Notification::Delete { parent: nodeid, child: 2, name: &name },
-            6 => Notification::Event(FsEvent { nodeid, child: 0, mask: 2, cookie: 0, name: &name }),
-            _ => Notification::IncEpoch,
-        });
-    }
 }
 
 fn writes(input: &mut Input, most: u8) -> Vec<Write> {
@@ -189,30 +163,19 @@ fuzz_target!(|bytes: &[u8]| {
         ring.set_queue_info(DESCRIPTORS, AVAILABLE, USED).unwrap();
         ring.set_queue_ready(true);
         ring.set_enabled(true);
-        let notifies = how & 32 != 0;
-        let notifier = kept.workers.notifier.clone().unwrap();
-        notifier.set_open(notifies);
-        if notifies {
-            // Most chains begin with a readable buffer. This makes the first ones writable.
-            let mem = kept.workers.service.mem.all.memory();
-            for n in 0..u64::from(how >> 6) * 2 {
-                mem.write_obj(2u16, GuestAddress(DESCRIPTORS + 32 * n + 12)).unwrap();
-            }
-            say(&notifier, &mut input);
-        }
         kept.jobs.send((writes(&mut input, 16), kept.workers.service.handler.clone())).unwrap();
-        serve(&kept.workers, &ring, notifies);
+        kept.workers.drain(&ring.0, 1);
         if how & 2 != 0 {
             // The VM is paused and resumed, or the driver starts again.
             ring.set_queue_ready(false);
             let at = if how & 4 != 0 { ring.queue_next_avail() } else { 0 };
             ring.set_queue_next_avail(at);
             ring.set_queue_ready(true);
-            serve(&kept.workers, &ring, notifies);
+            kept.workers.drain(&ring.0, 1);
         }
         kept.done.recv().unwrap();
         if how & 8 != 0 {
-            serve(&kept.workers, &ring, notifies);
+            kept.workers.drain(&ring.0, 1);
         }
         ring.set_enabled(how & 16 != 0);
         ring.0.reset();

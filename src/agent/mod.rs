@@ -709,6 +709,10 @@ impl State {
 
     /// Gives changes to threads that wait.
     fn hand_out(&mut self, now: Instant) -> Vec<Ready> {
+        if self.lost {
+            // Its next wait brings the nodes to look at.
+            return self.release(|_| true);
+        }
         let mut ready = Vec::new();
         for at in 0..self.threads.len() {
             // One thread works at a time, as long as nobody in the guest holds it up: that keeps the order.

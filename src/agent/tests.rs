@@ -99,10 +99,10 @@ fn only_root_registers_and_a_process_that_ends_is_forgotten() {
     let mut seven = Hand { pid: 7, hidden, marker: 0, batch: 0, got: None };
     assert_eq!(guest.wait(&mut seven), Err(Errno::NOTCONN));
     let Made::Marker(marker) = guest.agents.make(7, 0, hidden, MARKER.as_bytes(), false) else { panic!() };
-    guest.wait(&mut seven).unwrap();
-    assert_eq!(guest.wait(&mut seven), Err(Errno::BUSY));
     assert!(guest.agents.knows(7) && !guest.agents.is_current());
     guest.agents.look_again(Vec::new);
+    guest.wait(&mut seven).unwrap();
+    assert_eq!(guest.wait(&mut seven), Err(Errno::BUSY));
     assert!(guest.agents.is_current());
     guest.agents.forgot(marker);
     // Its thread id may be another process's now.
@@ -294,6 +294,9 @@ fn too_many_changes_become_a_look_at_everything() {
     assert_eq!(guest.agents.facts().counts.lost, 1);
     guest.agents.lose();
     assert!(!guest.agents.is_current());
+    // It hears of it at once: with its next wait the nodes are gathered.
+    guest.agents.hand_out();
+    assert_eq!(Guest::got(&mut hand).unwrap(), []);
 }
 
 #[test]

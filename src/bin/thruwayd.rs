@@ -72,12 +72,10 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     caps::limit(&options.modcaps.clone().unwrap_or_default(), opens_handles)?;
     cli::log::detach()?;
     let window = start_window(options, proxy)?;
-    let notifier = Arc::new(device::Notifier::new()?);
-    window.iter().for_each(|window| window.tell(notifier.clone()));
-    let fs = start_fs(config, entered)?.with_window(window.clone()).with_notifier(notifier.clone());
+    let fs = start_fs(config, entered)?.with_window(window.clone());
     let (watch, no_watch) = start_watch();
     let server = Arc::new(Server::new(fs.with_watch(watch)?));
-    let urings = Arc::new(device::Urings::new(options.num_request_queues + 1));
+    let urings = Arc::new(device::Urings::new(options.num_request_queues));
     let monitor = Arc::new(device::Monitor::default());
     let is_controlled = control.is_some();
     let _control_pid_file = match control {
@@ -98,7 +96,6 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
                 device: monitor.clone(),
                 urings: urings.clone(),
                 window: window.clone(),
-                notifier: notifier.clone(),
                 log: cli::log::filter,
             };
             control::start(bound.listener, sources)?;
@@ -116,7 +113,6 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
         urings,
         poll: Duration::from_micros(options.poll_us),
         window,
-        notifier: Some(notifier),
         monitor,
     };
     device::serve(listener, server, device)?;

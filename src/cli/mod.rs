@@ -132,10 +132,10 @@ pub struct Options {
     #[arg(long, require_equals = true, num_args = 0..=1, default_value = "auto", default_missing_value = "always")]
     pub no_open: NoOpen,
 
-    /// How long a guest that is told of the host's changes keeps names and attributes, in seconds; 0: as --cache says
+    /// How long a guest with thruway-guest keeps names and attributes, in seconds; 0: as --cache says
     ///
-    /// It needs the patches of guest-kernel in the guest. Some changes on the host cause no event: they are seen after
-    /// this time.
+    /// thruway-guest repeats the host's changes in the guest. Some changes on the host cause no event: they are seen
+    /// after this time.
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = parse_seconds)]
     pub lease_timeout: Duration,
 

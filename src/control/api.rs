@@ -46,8 +46,6 @@ pub struct Status {
     pub guard: Switch,
     /// The watch for changes by the host.
     pub watch: Watch,
-    /// Whether the guest takes notifications.
-    pub notifications: Switch,
     /// The guest agent.
     pub agent: Agent,
     /// Files are named by handle instead of by descriptor.
@@ -80,13 +78,13 @@ pub struct Frontend {
 pub struct Queue {
     /// Its number.
     pub index: u32,
-    /// `hiprio`, `notification` or `request`.
+    /// `hiprio` or `request`.
     pub role: String,
     /// The driver uses it.
     pub running: bool,
     /// Its length in descriptors.
     pub size: u16,
-    /// Requests that the daemon has taken and not answered. Always 0 for the notification queue.
+    /// Requests that the daemon has taken and not answered.
     pub in_flight: u32,
     /// The driver broke the rules: the queue is not served until the device is reset.
     pub broken: bool,

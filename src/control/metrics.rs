@@ -162,11 +162,6 @@ impl All {
 
     fn guest(&self, metrics: &mut Metrics) -> fmt::Result {
         let sources = &self.0.sources;
-        metrics.counters(
-            "notifications",
-            "FUSE notifications to the guest",
-            sources.notifier.sent().map(|(kind, n)| ("kind", kind, n)),
-        )?;
         let watched = sources.server.fs().watched().unwrap_or_default();
         metrics.gauge("watch_marks", "fanotify marks", watched.marks as u64)?;
         metrics.gauge("watch_nodes", "Files and directories whose changes are told", watched.nodes as u64)?;

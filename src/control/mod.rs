@@ -21,7 +21,7 @@ use std::time::Instant;
 use rustix::process::{Resource, getrlimit};
 use tokio::runtime::Builder;
 
-use crate::device::{Monitor, Notifier, Urings};
+use crate::device::{Monitor, Urings};
 use crate::fs::PassthroughFs;
 use crate::fuse::Server;
 use crate::window::Window;
@@ -40,8 +40,6 @@ pub struct Sources {
     pub urings: Arc<Urings>,
     /// The windows, if there are any.
     pub window: Option<Arc<Window>>,
-    /// What the guest is told by.
-    pub notifier: Arc<Notifier>,
     /// The log's filter, after it was set to the given one.
     ///
     /// Its error says in one line what is wrong with the given one.

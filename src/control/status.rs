@@ -14,7 +14,6 @@ use super::{Sources, State};
 use crate::device::Progress;
 use crate::fs::{InodeFacts, InodeOrder};
 use crate::fuse::abi::InitFlags;
-use crate::fuse::notify::Sink;
 use crate::limits::CONTROL_PATIENCE;
 use crate::window::proxy::Guard;
 use crate::window::{EntryState, RANGE};
@@ -56,7 +55,6 @@ pub fn status(state: &Arc<State>) -> Status {
             Guard::Off(why) => Switch::off(Some(why.clone())),
         },
         watch: watch(sources),
-        notifications: notifications(sources),
         agent: agent(sources),
         file_handles: Switch::off(sources.server.fs().why_no_handles()),
         io_uring: Switch::off(sources.urings.why_not()),
@@ -83,6 +81,9 @@ fn flags(sources: &Sources) -> Option<InitFlags> {
 
 /// Why no guest has a session.
 const NO_SESSION: &str = "no guest has mounted the share";
+
+/// Why nobody hears of the host's changes.
+const NO_AGENT: &str = "no thruway-guest runs in the guest";
 
 /// A window of this `size`. `needs`: the session's flag, and why it is missing.
 fn window(sources: &Sources, size: u64, option: &str, mappings: u64, needs: (InitFlags, &str)) -> Window {
@@ -112,23 +113,12 @@ fn passthrough(sources: &Sources) -> Window {
     window(sources, size, "--passthrough-window", mappings, needs)
 }
 
-fn notifications(sources: &Sources) -> Switch {
-    let why = match sources.device.frontend() {
-        None => Some("no frontend is connected"),
-        Some(_) if !sources.notifier.is_open() => {
-            Some("the guest's driver has not taken VIRTIO_FS_F_NOTIFICATION: it needs the patches of guest-kernel/")
-        }
-        Some(_) => None,
-    };
-    Switch::off(why)
-}
-
 fn agent(sources: &Sources) -> Agent {
     let facts = sources.server.fs().agent_facts();
     let counts = facts.counts;
     let why = match flags(sources) {
         None => Some(NO_SESSION.to_owned()),
-        Some(_) if facts.threads == 0 => Some("no thruway-guest runs in the guest".into()),
+        Some(_) if facts.threads == 0 => Some(NO_AGENT.into()),
         Some(_) if !facts.current => Some(format!("it is {:.1} s behind", facts.delay.as_secs_f64())),
         Some(_) => None,
     };
@@ -152,8 +142,8 @@ fn watch(sources: &Sources) -> Watch {
         (None, _) => Some(sources.facts.no_watch.clone().unwrap_or_else(|| "there is none".into())),
         (Some(watched), _) if watched.failed => Some("the host's events cannot be read any more".into()),
         (Some(_), None) => Some(NO_SESSION.into()),
-        (Some(_), Some(_)) if fs.agent_facts().threads > 0 => None,
-        (Some(_), Some(flags)) => notifications(sources).why.or_else(|| fs.why_untold(flags).map(Into::into)),
+        (Some(_), Some(_)) if fs.agent_facts().threads == 0 => Some(NO_AGENT.into()),
+        (Some(_), Some(_)) => fs.why_unwatchable().map(Into::into),
     };
     let watched = watched.unwrap_or_default();
     Watch { switch: Switch::off(why), marks: watched.marks as u64, nodes: watched.nodes as u64 }

@@ -3,22 +3,20 @@
 /// Length of the tag field in bytes. A tag that fills it has no terminating zero.
 pub const TAG_LEN: usize = 36;
 
-/// `tag[36]`, le32 `num_request_queues` and le32 `notify_buf_size`.
-const SPACE_LEN: usize = TAG_LEN + 8;
+/// `tag[36]` and le32 `num_request_queues`. What follows is for devices with a notification queue, which this has not.
+const SPACE_LEN: usize = TAG_LEN + 4;
 
 /// A device's configuration space, which is read-only.
 pub struct ConfigSpace([u8; SPACE_LEN]);
 
 impl ConfigSpace {
     /// Cuts a tag that is longer than [`TAG_LEN`] bytes. Without a tag the field stays zero: the frontend has its own.
-    /// `notify_buffer`: 0 if there is no notification queue, since the field means something only with one.
-    pub fn new(tag: Option<&str>, request_queues: u16, notify_buffer: u32) -> Self {
+    pub fn new(tag: Option<&str>, request_queues: u16) -> Self {
         let mut space = [0; SPACE_LEN];
         let tag = tag.unwrap_or_default().as_bytes();
         let len = tag.len().min(TAG_LEN);
         space[..len].copy_from_slice(&tag[..len]);
-        space[TAG_LEN..TAG_LEN + 4].copy_from_slice(&u32::from(request_queues).to_le_bytes());
-        space[TAG_LEN + 4..].copy_from_slice(&notify_buffer.to_le_bytes());
+        space[TAG_LEN..].copy_from_slice(&u32::from(request_queues).to_le_bytes());
         Self(space)
     }
 
@@ -37,11 +35,10 @@ mod tests {
 
     #[test]
     fn reads_anywhere() {
-        let space = ConfigSpace::new(Some("share"), 0x102, 0x304);
+        let space = ConfigSpace::new(Some("share"), 0x102);
         assert_eq!(space.read(0, 6), b"share\0");
         assert_eq!(space.read(36, 4), [2, 1, 0, 0]);
-        assert_eq!(space.read(38, 6), [0, 0, 4, 3, 0, 0]);
-        assert_eq!(space.read(42, 4), [0; 4]);
+        assert_eq!(space.read(37, 8), [1, 0, 0, 0, 0, 0, 0, 0]);
         assert_eq!(space.read(37, 1), [1]);
         assert_eq!(space.read(u32::MAX, 2), [0, 0]);
         assert_eq!(space.read(0, 256).len(), 256);
@@ -50,7 +47,7 @@ mod tests {
 
     #[test]
     fn long_tags_are_cut() {
-        let space = ConfigSpace::new(Some(&"x".repeat(99)), 1, 0);
+        let space = ConfigSpace::new(Some(&"x".repeat(99)), 1);
         assert_eq!(space.read(35, 2), [b'x', 1]);
     }
 }

@@ -10,7 +10,6 @@ mod crowd;
 mod handler;
 mod late;
 mod monitor;
-mod notify;
 mod origin;
 mod poll;
 mod pool;
@@ -42,14 +41,13 @@ use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRE
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use crate::fuse::notify::Sink;
 use crate::limits;
 use crate::window::Window;
 use config::ConfigSpace;
 use monitor::Connection;
 use origin::Service;
 use pool::Pools;
-use queue::{Role, Workers};
+use queue::Workers;
 use region::{GuestMemory, Memory, RegionState, Tables};
 use ring::Vring;
 use shmem::Channel;
@@ -61,7 +59,7 @@ pub mod doors {
     pub use super::chain::{Segment, Table, is_near, load, mark_dirty, write};
     pub use super::origin::Service;
     pub use super::pool::Pools;
-    pub use super::queue::{Role, Workers};
+    pub use super::queue::Workers;
     pub use super::region::{Memory, RegionState, Tables};
     pub use super::ring::Vring;
 }
@@ -70,14 +68,13 @@ pub use config::TAG_LEN;
 pub use crowd::LARGE;
 pub use handler::Handler;
 pub use monitor::{FrontendState, Monitor, QueueState, Work};
-pub use notify::{BUFFER as NOTIFY_BUFFER, Notifier};
 pub use poll::offer_cpu;
 pub use state::Progress;
 pub use uring::Urings;
 
-/// Most request queues. vhost-user-backend names the queues of a thread by a mask of 64 bits. Two bits are the high
-/// priority queue's and the notification queue's.
-pub const MAX_REQUEST_QUEUES: u16 = 62;
+/// Most request queues. vhost-user-backend names the queues of a thread by a mask of 64 bits. One bit is the high
+/// priority queue's.
+pub const MAX_REQUEST_QUEUES: u16 = 63;
 
 /// Default of [`Options::poll`] in µs. A guest whose CPU sleeps while it waits takes about 50 from a reply to its next
 /// request.
@@ -98,8 +95,6 @@ pub struct Options {
     pub urings: Arc<Urings>,
     /// The shared memory regions, which the handler's file system uses too.
     pub window: Option<Arc<Window>>,
-    /// What the handler's file system tells the guest by. Without it, the device has no notification queue.
-    pub notifier: Option<Arc<Notifier>>,
     /// Who looks at the queues from outside.
     pub monitor: Arc<Monitor>,
 }
@@ -113,7 +108,6 @@ impl Default for Options {
             poll: Duration::ZERO,
             urings: Arc::new(Urings::none()),
             window: None,
-            notifier: None,
             monitor: Arc::default(),
         }
     }
@@ -202,26 +196,17 @@ impl<H: Handler> Device<H> {
             logging: AtomicBool::new(false),
             urings: options.urings.clone(),
             poll: options.poll,
-            notifier: options.notifier.clone(),
             monitor: options.monitor.clone(),
         };
-        if let Some(notifier) = &options.notifier {
-            notifier.set_open(false);
-        }
-        // The high priority queue, and the notification queue.
-        let others = 1 + u16::from(options.notifier.is_some());
-        let rings: Arc<[_]> = (0..options.request_queues + others).map(|_| OnceLock::new()).collect();
+        // The first is the high priority queue.
+        let rings: Arc<[_]> = (0..=options.request_queues).map(|_| OnceLock::new()).collect();
         let event = || EventFd::new(EFD_NONBLOCK).map_err(|e| Error::Setup(e.to_string()));
         let protocol = protocol_features(options.tag.is_some(), options.window.is_some());
         let connection = Arc::new(Connection::new(rings.clone(), protocol, event()?));
         options.monitor.connect(Some(connection.clone()));
         Ok(Arc::new(Self {
             workers,
-            config: ConfigSpace::new(
-                options.tag.as_deref(),
-                options.request_queues,
-                options.notifier.as_ref().map_or(0, |_| NOTIFY_BUFFER),
-            ),
+            config: ConfigSpace::new(options.tag.as_deref(), options.request_queues),
             protocol,
             rings,
             exit: event()?,
@@ -240,9 +225,6 @@ impl<H: Handler> Device<H> {
         for (queue, worker) in daemon.get_epoll_handlers().iter().enumerate() {
             let mut events = vec![(self.exit.as_raw_fd(), self.exit_token())];
             events.extend(self.workers.urings.of(queue).map(|uring| (uring.lock().event(), self.uring_token())));
-            if queue == notify::QUEUE {
-                events.extend(self.workers.notifier.iter().map(|notifier| (notifier.wake_fd(), self.notify_token())));
-            }
             for (fd, token) in events {
                 let added = worker.register_listener(fd, EventSet::IN, token.into());
                 added.map_err(|e| Error::Setup(e.to_string()))?;
@@ -251,10 +233,6 @@ impl<H: Handler> Device<H> {
             let once = EventSet::IN | EventSet::EDGE_TRIGGERED;
             let added = worker.register_listener(self.connection.resume.as_raw_fd(), once, self.resume_token().into());
             added.map_err(|e| Error::Setup(e.to_string()))?;
-        }
-        if let Some(notifier) = &self.workers.notifier {
-            // So that the worker gets to know its ring.
-            notifier.wake();
         }
         let started = daemon.start(listener).map_err(|e| Error::Accept(e.to_string()));
         self.connection.connected.store(started.is_ok(), Ordering::Relaxed);
@@ -271,9 +249,6 @@ impl<H: Handler> Device<H> {
         let _ = self.exit.write(1);
         self.transfer.cancel();
         self.reset_rings();
-        if let Some(notifier) = &self.workers.notifier {
-            notifier.set_open(false);
-        }
         *self.channel.lock() = None;
         self.workers.monitor.connect(None);
         if let Some(window) = &self.window {
@@ -297,19 +272,9 @@ impl<H: Handler> Device<H> {
         self.exit_token() + 1
     }
 
-    /// The event number of [`Notifier::wake_fd`].
-    fn notify_token(&self) -> u16 {
-        self.exit_token() + 2
-    }
-
     /// The event number of the end of a hold.
     fn resume_token(&self) -> u16 {
-        self.exit_token() + 3
-    }
-
-    /// The notifier, if the driver has taken the notification queue.
-    fn notifier(&self) -> Option<&Arc<Notifier>> {
-        self.workers.notifier.as_ref().filter(|notifier| notifier.is_open())
+        self.exit_token() + 2
     }
 }
 
@@ -351,21 +316,13 @@ impl<H: Handler> VhostUserBackend for Device<H> {
 
     fn features(&self) -> u64 {
         let vhost = VhostUserVirtioFeatures::PROTOCOL_FEATURES | VhostUserVirtioFeatures::LOG_ALL;
-        let notifications = self.workers.notifier.as_ref().map_or(0, |_| notify::FEATURE);
-        1 << VIRTIO_F_VERSION_1
-            | 1 << VIRTIO_RING_F_INDIRECT_DESC
-            | 1 << VIRTIO_RING_F_EVENT_IDX
-            | notifications
-            | vhost.bits()
+        1 << VIRTIO_F_VERSION_1 | 1 << VIRTIO_RING_F_INDIRECT_DESC | 1 << VIRTIO_RING_F_EVENT_IDX | vhost.bits()
     }
 
     fn acked_features(&self, features: u64) {
         let logging = features & VhostUserVirtioFeatures::LOG_ALL.bits() != 0;
         self.workers.logging.store(logging, Ordering::Release);
         self.connection.features.store(features, Ordering::Relaxed);
-        if let Some(notifier) = &self.workers.notifier {
-            notifier.set_open(features & notify::FEATURE != 0);
-        }
     }
 
     fn protocol_features(&self) -> Protocol {
@@ -374,9 +331,6 @@ impl<H: Handler> VhostUserBackend for Device<H> {
 
     fn reset_device(&self) {
         self.reset_rings();
-        if let Some(notifier) = &self.workers.notifier {
-            notifier.set_open(false);
-        }
         self.workers.service.handler.reset();
     }
 
@@ -427,13 +381,7 @@ impl<H: Handler> VhostUserBackend for Device<H> {
                 self.transfer.save(file, move || handler.save())?;
             }
             VhostTransferStateDirection::LOAD => {
-                let notifier = self.workers.notifier.clone();
-                self.transfer.load(file, move |state| {
-                    handler.load(state)?;
-                    // What the source had not told the guest did not move.
-                    notifier.iter().for_each(|notifier| notifier.inc_epoch());
-                    Ok(())
-                })?;
+                self.transfer.load(file, move |state| handler.load(state))?;
             }
         }
         Ok(None)
@@ -460,13 +408,7 @@ impl<H: Handler> VhostUserBackend for Device<H> {
         // A thread has one queue, so one ring.
         if let (Some(ring), Some(known)) = (vrings.first(), self.rings.get(thread)) {
             known.get_or_init(|| ring.clone());
-            if event == self.notify_token() {
-                self.workers.notifier.iter().for_each(|notifier| notifier.seen());
-            }
-            match self.notifier() {
-                Some(notifier) if thread == notify::QUEUE => self.workers.tell(&ring.0, notifier),
-                open => self.workers.drain(&ring.0, thread, Role::of(thread, open.is_some())),
-            }
+            self.workers.drain(&ring.0, thread);
         }
         Ok(())
     }

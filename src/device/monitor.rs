@@ -9,13 +9,13 @@ use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 use vmm_sys_util::eventfd::EventFd;
 
+use super::MAX_REQUEST_QUEUES;
 use super::queue::Role;
 use super::ring::{Ring, Vring};
 use super::state::Progress;
-use super::{MAX_REQUEST_QUEUES, notify};
 
-/// Most queues of a device: with the high priority queue and the notification queue.
-const MOST: usize = MAX_REQUEST_QUEUES as usize + 2;
+/// Most queues of a device: with the high priority queue.
+const MOST: usize = MAX_REQUEST_QUEUES as usize + 1;
 
 /// Watches a device, whichever frontend it has.
 pub struct Monitor {
@@ -86,7 +86,7 @@ pub struct Work {
 pub struct QueueState {
     /// Its number.
     pub index: usize,
-    /// `hiprio`, `notification` or `request`.
+    /// `hiprio` or `request`.
     pub role: &'static str,
     /// Its driver uses it.
     pub running: bool,
@@ -121,17 +121,8 @@ impl Connection {
         Self { rings, features, protocol, channel, resume, connected }
     }
 
-    fn notifies(&self) -> bool {
-        self.features.load(Ordering::Relaxed) & notify::FEATURE != 0
-    }
-
-    fn rings(&self) -> impl Iterator<Item = (usize, &Arc<Ring>)> {
-        self.rings.iter().enumerate().filter_map(|(index, ring)| Some((index, &ring.get()?.0)))
-    }
-
-    fn requests(&self) -> impl Iterator<Item = &Arc<Ring>> {
-        let notifies = self.notifies();
-        self.rings().filter(move |(index, _)| Role::of(*index, notifies) != Role::Notification).map(|(_, ring)| ring)
+    fn rings(&self) -> impl Iterator<Item = &Arc<Ring>> {
+        self.rings.iter().filter_map(|ring| Some(&ring.get()?.0))
     }
 }
 
@@ -200,7 +191,7 @@ impl Monitor {
     /// `None` if a worker may not have noticed yet.
     pub fn in_flight(&self) -> Option<u32> {
         let Some(connection) = self.connection() else { return Some(0) };
-        connection.requests().try_fold(0, |sum, ring| {
+        connection.rings().try_fold(0, |sum, ring| {
             // Who looks at the ring later sees that it is held.
             drop(ring.try_worker()?);
             // In this order: a wait ends before its request does.
@@ -211,29 +202,23 @@ impl Monitor {
 
     /// Requests that wait for a lock.
     pub fn locks(&self) -> u32 {
-        self.connection().map_or(0, |connection| connection.requests().map(|ring| ring.waits_for_lock()).sum())
+        self.connection().map_or(0, |connection| connection.rings().map(|ring| ring.waits_for_lock()).sum())
     }
 
     /// All queues.
     pub fn queues(&self) -> Vec<QueueState> {
         let Some(connection) = self.connected() else { return Vec::new() };
-        let notifies = connection.notifies();
-        let state = |index, ring: Option<&Arc<Ring>>| {
-            let role = Role::of(index, notifies);
-            let is_notification = role == Role::Notification;
-            QueueState {
-                index,
-                role: match role {
-                    Role::HighPriority => "hiprio",
-                    Role::Notification => "notification",
-                    Role::Request(_) => "request",
-                },
-                running: ring.is_some_and(|ring| ring.is_started()),
-                size: ring.map_or(0, |ring| ring.size()),
-                in_flight: ring.filter(|_| !is_notification).map_or(0, |ring| ring.in_flight()),
-                locks: ring.map_or(0, |ring| ring.waits_for_lock()),
-                broken: ring.is_some_and(|ring| ring.is_broken()),
-            }
+        let state = |index, ring: Option<&Arc<Ring>>| QueueState {
+            index,
+            role: match Role::of(index) {
+                Role::HighPriority => "hiprio",
+                Role::Request(_) => "request",
+            },
+            running: ring.is_some_and(|ring| ring.is_started()),
+            size: ring.map_or(0, |ring| ring.size()),
+            in_flight: ring.map_or(0, |ring| ring.in_flight()),
+            locks: ring.map_or(0, |ring| ring.waits_for_lock()),
+            broken: ring.is_some_and(|ring| ring.is_broken()),
         };
         let all = connection.rings.iter().enumerate();
         all.map(|(index, ring)| state(index, ring.get().map(|ring| &ring.0))).collect()
@@ -271,7 +256,6 @@ impl Monitor {
 /// The names of virtio and vhost feature bits.
 fn names(features: u64) -> Vec<String> {
     let known = [
-        (notify::FEATURE, "VIRTIO_FS_F_NOTIFICATION"),
         (VhostUserVirtioFeatures::LOG_ALL.bits(), "VHOST_F_LOG_ALL"),
         (VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits(), "VHOST_USER_F_PROTOCOL_FEATURES"),
         (1 << VIRTIO_RING_F_INDIRECT_DESC, "VIRTIO_RING_F_INDIRECT_DESC"),
@@ -291,8 +275,8 @@ mod tests {
 
     #[test]
     fn features_have_names() {
-        let names = names(1 | 1 << 32 | 1 << 62);
-        assert_eq!(names, ["VIRTIO_FS_F_NOTIFICATION", "VIRTIO_F_VERSION_1", "BIT_62"]);
+        let names = names(1 << 28 | 1 << 32 | 1 << 62);
+        assert_eq!(names, ["VIRTIO_RING_F_INDIRECT_DESC", "VIRTIO_F_VERSION_1", "BIT_62"]);
     }
 
     #[test]

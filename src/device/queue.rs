@@ -9,7 +9,6 @@ use super::chain::{self, Table, Used};
 use super::crowd::HOLDS_UP;
 use super::handler::Handler;
 use super::monitor::{Monitor, Tally};
-use super::notify::{self, Notifier};
 use super::origin::{Origin, Service};
 use super::region::Kept;
 use super::ring::Ring;
@@ -30,8 +29,6 @@ pub struct Workers<H> {
     pub urings: Arc<Urings>,
     /// Longest that a worker polls its ring.
     pub poll: Duration,
-    /// What the notification queue sends.
-    pub notifier: Option<Arc<Notifier>>,
     pub monitor: Arc<Monitor>,
 }
 
@@ -39,26 +36,21 @@ pub struct Workers<H> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     HighPriority,
-    Notification,
     /// The request queue of this number.
     Request(usize),
 }
 
 impl Role {
-    /// What queue number `index` is for. `notifies`: the driver has taken the notification queue.
-    pub fn of(index: usize, notifies: bool) -> Self {
-        match (index, notifies) {
-            (0, _) => Self::HighPriority,
-            (notify::QUEUE, true) => Self::Notification,
-            (index, true) => Self::Request(index - notify::QUEUE - 1),
-            (index, false) => Self::Request(index - notify::QUEUE),
-        }
+    /// What queue number `index` is for.
+    pub fn of(index: usize) -> Self {
+        index.checked_sub(1).map_or(Self::HighPriority, Self::Request)
     }
 }
 
 impl<H: Handler> Workers<H> {
     /// Serves the requests of the ring until it is empty. `index`: the queue's number.
-    pub fn drain(&self, ring: &Arc<Ring>, index: usize, role: Role) {
+    pub fn drain(&self, ring: &Arc<Ring>, index: usize) {
+        let role = Role::of(index);
         role.name_thread();
         let mut worker = ring.worker();
         let scratch = self.scratch(&mut worker, index);
@@ -98,7 +90,7 @@ impl<H: Handler> Workers<H> {
     }
 
     /// What the worker of this queue keeps.
-    pub fn scratch<'a>(&self, worker: &'a mut Option<Box<Scratch>>, index: usize) -> &'a mut Scratch {
+    fn scratch<'a>(&self, worker: &'a mut Option<Box<Scratch>>, index: usize) -> &'a mut Scratch {
         worker.get_or_insert_with(|| Box::new(Scratch::new(self.urings.of(index).cloned())))
     }
 
@@ -149,15 +141,13 @@ thread_local! {
 }
 
 impl Role {
-    /// Names the calling thread after its queue; vhost-user-backend gives all workers the same name. The role of a
-    /// queue may change with the driver.
-    pub fn name_thread(self) {
+    /// Names the calling thread after its queue; vhost-user-backend gives all workers the same name.
+    fn name_thread(self) {
         if NAMED.replace(Some(self)) == Some(self) {
             return;
         }
         let name = match self {
             Self::HighPriority => "thruway-hiprio".to_owned(),
-            Self::Notification => "thruway-notify".to_owned(),
             Self::Request(number) => format!("thruway-q{number}"),
         };
         if let Ok(name) = std::ffi::CString::new(name) {
@@ -171,10 +161,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn queues_are_numbered_by_what_the_driver_took() {
-        let all = |notifies| [0, 1, 2, 3].map(|index| Role::of(index, notifies));
-        let [first, second, third] = [0, 1, 2].map(Role::Request);
-        assert_eq!(all(false), [Role::HighPriority, first, second, third]);
-        assert_eq!(all(true), [Role::HighPriority, Role::Notification, first, second]);
+    fn queues_have_their_order() {
+        let [first, second] = [0, 1].map(Role::Request);
+        assert_eq!([0, 1, 2].map(Role::of), [Role::HighPriority, first, second]);
     }
 }

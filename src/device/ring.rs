@@ -15,7 +15,6 @@ use vm_memory::{GuestAddress, GuestAddressSpace};
 
 use super::chain::{self, Segment, Table, Used};
 use super::late::Late;
-use super::notify::Notifier;
 use super::region::{GuestMemory, Memory};
 use super::scratch::Scratch;
 use crate::fuse::Release;
@@ -42,8 +41,6 @@ pub struct Ring {
     idle: Condvar,
     /// Somebody waits for the end of what was taken from the ring.
     stopping: AtomicBool,
-    /// To be woken when the ring starts. The driver may have offered chains before that, and not say so again.
-    waits: OnceLock<Arc<Notifier>>,
     /// Requests that wait for a lock, or that are parked.
     locks: Arc<AtomicU32>,
     /// Has the parked requests answered.
@@ -289,17 +286,6 @@ impl Ring {
         let _ = self.parked.get_or_init(|| release);
     }
 
-    /// Wakes the worker by this notifier whenever the ring starts.
-    pub fn wake_at_start(&self, notifier: &Arc<Notifier>) {
-        let _ = self.waits.get_or_init(|| notifier.clone());
-    }
-
-    fn started(&self) {
-        if let Some(notifier) = self.waits.get() {
-            notifier.wake();
-        }
-    }
-
     /// Whether chains may be taken from it.
     pub fn is_started(&self) -> bool {
         self.vring.get_ref().get_queue().ready()
@@ -334,7 +320,6 @@ impl Ring {
         drop(worker);
         self.vring.set_queue_ready(true);
         self.deliver(&mut late);
-        self.started();
     }
 
     /// Another session has begun: nothing of the one before goes back to the driver.
@@ -483,7 +468,6 @@ impl VringT<GuestMemory> for Vring {
             busy: Mutex::default(),
             idle: Condvar::new(),
             stopping: AtomicBool::new(false),
-            waits: OnceLock::new(),
             parked: OnceLock::new(),
             locks: Arc::default(),
         })))
@@ -521,7 +505,6 @@ impl VringT<GuestMemory> for Vring {
         self.0.vring.set_enabled(enabled);
         if enabled {
             self.0.deliver(&mut self.0.late.lock());
-            self.0.started();
         } else {
             // Returns when neither the worker nor a late reply touches the ring: the frontend goes on then.
             drop(self.0.rest());

@@ -25,8 +25,6 @@ pub struct Scratch {
     /// I/O that the kernel does.
     pub uring: Option<Arc<Mutex<Uring>>>,
     pub crowd: Crowd,
-    /// A notification.
-    pub message: Vec<u8>,
 }
 
 impl Scratch {
@@ -39,7 +37,6 @@ impl Scratch {
             poll: Poll::default(),
             uring,
             crowd: Crowd::default(),
-            message: Vec::new(),
         }
     }
 

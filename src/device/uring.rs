@@ -23,8 +23,7 @@ use crate::limits::URING_REQUESTS;
 /// Each entry is submitted at once, so one would do.
 const ENTRIES: u32 = URING_REQUESTS as u32 / 2;
 
-/// An io_uring for each request queue, but no more than there are CPUs, and one more: which queue is the notification
-/// queue is known only when the driver is.
+/// An io_uring for each request queue, but no more than there are CPUs.
 pub struct Urings {
     rings: Vec<Arc<Mutex<Uring>>>,
     /// Why there is none.
@@ -36,7 +35,7 @@ impl Urings {
     pub fn new(queues: u16) -> Self {
         let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let uring = |_| Uring::new().map(|uring| Arc::new(Mutex::new(uring)));
-        let made = (0..usize::from(queues).min(cpus + 1)).map(uring).collect::<io::Result<_>>();
+        let made = (0..usize::from(queues).min(cpus)).map(uring).collect::<io::Result<_>>();
         match made {
             Ok(rings) => Self { rings, why: None },
             Err(e) => {

@@ -14,7 +14,6 @@ use super::PassthroughFs;
 use super::fd::{FdPath, stat};
 use super::idmap::{BadId, NO_ID};
 use super::inode::Inode;
-use super::lease::ANY_EXECUTES;
 use super::opens::Use;
 use super::{cred, sys};
 use crate::fuse::abi::*;
@@ -61,22 +60,20 @@ impl PassthroughFs {
         }
     }
 
-    /// How long the guest may use these attributes, and ATTR_LEASED if it may open the file without a message. If the
-    /// host clears set-id bits, the guest does not hear of it: it would still go by them when it executes the file.
-    /// `leased`: the guest hears of changes by others.
-    pub(super) fn attr_lease(&self, node: &Inode, st: &Statx, leased: bool) -> (Duration, u32) {
+    /// How long the guest may use these attributes. If the host clears set-id bits, the guest does not hear of it: it
+    /// would still go by them when it executes the file. `leased`: the guest hears of changes by others.
+    pub(super) fn attr_timeout(&self, st: &Statx, leased: bool) -> Duration {
         let mode = u32::from(st.stx_mode);
         let set_id = mode & libc::S_IFMT == libc::S_IFREG && mode & (libc::S_ISUID | libc::S_ISGID) != 0;
         let told = !(set_id && self.has(InitFlags::HANDLE_KILLPRIV_V2));
-        let valid = if told { self.timeout_of(leased) } else { Duration::ZERO };
-        (valid, if leased { self.leased_flag(node, st) } else { 0 })
+        if told { self.timeout_of(leased) } else { Duration::ZERO }
     }
 
     /// `leased`: the guest hears of changes.
     fn attr_out(&self, node: &Inode, st: &Statx, leased: bool) -> AttrOut {
         let size = self.tell_size(node, st.stx_size);
-        let (valid, flag) = self.attr_lease(node, st, leased);
-        let attr = Attr { size, flags: flag | self.dax_flag(node, st), ..self.attr(st) };
+        let valid = self.attr_timeout(st, leased);
+        let attr = Attr { size, flags: self.dax_flag(node, st), ..self.attr(st) };
         AttrOut { attr_valid: valid.as_secs(), attr_valid_nsec: valid.subsec_nanos(), dummy: 0, attr }
     }
 
@@ -158,16 +155,11 @@ impl Attrs for PassthroughFs {
         self.writable()?;
         let valid = SetattrValid::from_bits_truncate(attr.valid);
         let inode = self.inodes.get(node)?;
-        let out = inode.with_fd(&self.places, |fd| {
+        inode.with_fd(&self.places, |fd| {
             self.change(fd, attr, valid, &inode)?;
             let (st, leased) = self.look(&inode, || stat(fd, c""))?;
             Ok(self.attr_out(&inode, &st, leased))
-        })?;
-        // Here, where this request does not use it any more.
-        if valid.contains(SetattrValid::MODE) && attr.mode & ANY_EXECUTES != 0 && self.gives_handles() {
-            inode.close_writable();
-        }
-        Ok(out)
+        })
     }
 
     fn statx(&self, node: u64, fh: Option<u64>, flags: u32, mask: u32) -> Result<StatxOut> {
@@ -179,12 +171,12 @@ impl Attrs for PassthroughFs {
             self.with_either(&inode, fh, |fd| statx(fd, c"", flags, mask | StatxFlags::BASIC_STATS))
         })?;
         self.saw(&inode, &st);
-        let (valid, leased) = self.attr_lease(&inode, &st, leased);
+        let valid = self.attr_timeout(&st, leased);
         let size = self.tell_size(&inode, st.stx_size);
         Ok(StatxOut {
             attr_valid: valid.as_secs(),
             attr_valid_nsec: valid.subsec_nanos(),
-            flags: leased,
+            flags: 0,
             spare: [0; 2],
             stat: FuseStatx { size, ..self.fuse_statx(&st) },
         })

@@ -136,8 +136,7 @@ pub struct Config {
     pub migration: Migration,
     /// The most inodes that the guest may know.
     pub max_inodes: usize,
-    /// How long a guest that hears of changes may keep what it knows (`--lease-timeout`). 0: as long as others,
-    /// and it hears of no changes.
+    /// How long a guest whose agent keeps up may keep what it knows (`--lease-timeout`). 0: as long as others.
     pub lease_timeout: Duration,
     /// The smallest file that the guest is told to map (`--dax-min-size`), in bytes.
     pub dax_min_size: u64,

@@ -7,8 +7,8 @@ use std::sync::atomic::Ordering;
 use std::task::Poll;
 
 use rustix::fs::{
-    self, FallocateFlags, Mode, OFlags, SeekFrom, Statx, copy_file_range, fallocate, fcntl_getfl, fdatasync, fsync,
-    openat, seek,
+    self, FallocateFlags, Mode, OFlags, SeekFrom, copy_file_range, fallocate, fcntl_getfl, fdatasync, fsync, openat,
+    seek,
 };
 use rustix::io::Errno;
 use zerocopy::{Immutable, IntoBytes};
@@ -58,7 +58,7 @@ impl PassthroughFs {
         keep.set(OFlags::DIRECT, self.config.allow_direct_io);
         keep.set(OFlags::NOATIME, self.config.preserve_noatime);
         let mut host = OFlags::from_bits_retain(flags) & keep | OFlags::NOCTTY | OFlags::CLOEXEC;
-        let also_reads = self.has(InitFlags::WRITEBACK_CACHE) || self.opens_without_handles();
+        let also_reads = self.has(InitFlags::WRITEBACK_CACHE) || !self.gives_handles();
         if also_reads && host & OFlags::ACCMODE == OFlags::WRONLY {
             // To write a part of a page, the guest's page cache reads the page. Without handles the descriptor serves
             // others too.
@@ -87,13 +87,12 @@ impl PassthroughFs {
         }
     }
 
-    /// Gives the guest an open file. `flags`: the guest's. `known`: its attributes, if they were just read. `out`:
-    /// makes the reply's body.
+    /// Gives the guest an open file. `flags`: the guest's. `out`: makes the reply's body.
     fn opened<T: IntoBytes + Immutable>(
         &self,
         inode: &Arc<Inode>,
         file: OwnedFd,
-        (flags, known): (u32, Option<Statx>),
+        flags: u32,
         reply: &mut Reply,
         out: impl FnOnce(OpenOut) -> T + Send + 'static,
     ) -> Result<()> {
@@ -109,15 +108,7 @@ impl PassthroughFs {
         // sends it anyway.
         let unmapped = flags & libc::O_ACCMODE as u32 != libc::O_RDWR as u32;
         open_flags.set(OpenFlags::NOFLUSH, unmapped && !host.flushes && !self.config.posix_lock);
-        let st = || known.or_else(|| stat(file.as_fd(), c"").ok());
-        let leased = self.leases_open(&host, flags, st);
-        if leased || !self.gives_handles() {
-            open_flags.set(OpenFlags::LEASED, leased);
-            // No READ shows that the guest has seen to this drop.
-            let may_keep = leased && self.config.cache == CachePolicy::Auto;
-            if may_keep && self.pages(inode, &host, file.as_fd(), flags) == Pages::Keep {
-                open_flags |= OpenFlags::KEEP_CACHE;
-            }
+        if !self.gives_handles() {
             let flags = fcntl_getfl(&file)?;
             drop(inode.lend(&self.places, Spare::file(file, flags)));
             return reply.put(&out(OpenOut { fh: 0, open_flags: open_flags.bits(), backing_id: 0 }));
@@ -209,7 +200,7 @@ impl PassthroughFs {
         cred::keep_setid(open.open_flags & OPEN_KILL_SUIDGID == 0);
         if self.is_plain(open.flags) {
             if let Some(file) = inode.take_readable() {
-                return self.opened(&inode, file, (open.flags, None), reply, out);
+                return self.opened(&inode, file, open.flags, reply, out);
             }
         }
         let opening = || {
@@ -227,7 +218,7 @@ impl PassthroughFs {
                 file
             }
         };
-        self.opened(&inode, file, (open.flags, None), reply, out)
+        self.opened(&inode, file, open.flags, reply, out)
     }
 
     /// Opens a file that the guest wanted to create and that exists.
@@ -257,12 +248,12 @@ impl PassthroughFs {
         reply: &mut Reply,
     ) -> Result<()> {
         let parent = self.inodes.get(parent)?;
-        let (inode, entry, st) = parent.with_fd(&self.places, |dir| {
+        let (inode, entry) = parent.with_fd(&self.places, |dir| {
             let sight = self.sight(&parent, dir);
             let st = stat(file.as_fd(), c"")?;
             let place = match st.stx_nlink {
                 // It has no name, and so no handle opens it once it is closed.
-                0 if self.opens_without_handles() => self.places.place_pinned(file.as_fd())?,
+                0 if !self.gives_handles() => self.places.place_pinned(file.as_fd())?,
                 _ => self.places.place_open(file.as_fd())?,
             };
             let inode = self.inodes.learn(&st, place);
@@ -273,11 +264,11 @@ impl PassthroughFs {
                 }
                 None => self.entry(&parent, &inode, &st, false),
             };
-            Ok((inode, entry, st))
+            Ok((inode, entry))
         })?;
         let labelled = by.label.map_or(Ok(()), |(label, value)| self.label(inode.id, label, value));
         let out = move |open| CreateOut { entry, open };
-        let opened = labelled.and_then(|()| self.opened(&inode, file, (flags, Some(st)), reply, out));
+        let opened = labelled.and_then(|()| self.opened(&inode, file, flags, reply, out));
         opened.inspect_err(|_| self.unlearn(inode.id, 1))
     }
 

@@ -96,7 +96,7 @@ impl PassthroughFs {
         if !changed.is_empty() {
             ioctl_setflags(fd, ioctl_getflags(fd)? ^ changed)?;
             // The change time. The reply has no attributes.
-            self.notifier.inval_inode(inode.id, false);
+            self.look_again(inode.id);
         }
         Ok(())
     }

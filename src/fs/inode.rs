@@ -325,11 +325,6 @@ impl Inode {
         Some(spare.fd)
     }
 
-    /// Closes the spare descriptor if it can be written to, unless a request uses it.
-    pub fn close_writable(&self) {
-        drop(self.spare.try_write().and_then(|mut spare| spare.take_if(|spare| spare.is_writable())));
-    }
-
     /// Opens a file that only READDIRPLUS has named. What fails now makes it stale later.
     pub fn settle(self: &Arc<Self>, places: &Places) {
         drop(self.found(places));

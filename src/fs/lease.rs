@@ -1,4 +1,4 @@
-//! Leases: what the guest may keep, since it is told when the host changes it (docs/protocol.md, "Leases").
+//! Leases: what the guest may keep, since its agent repeats what the host changes (docs/guest-agent.md).
 //!
 //! The watch must see a file before its attributes are read, or it must be certain that it has missed nothing meanwhile
 //! (src/watch). A [`Sight`] is taken before a name is looked at.
@@ -10,50 +10,39 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use rustix::fs::{Statx, StatxAttributes};
-use rustix::io::Errno;
 
-use super::events::Watchers;
 use super::fd::{FdPath, open_path, stat};
-use super::host::HostFs;
 use super::inode::Inode;
-use super::{CachePolicy, PassthroughFs, cred, repeat, sys};
+use super::{CachePolicy, PassthroughFs, repeat, sys};
 use crate::agent::Agents;
-use crate::fuse::abi::{ATTR_LEASED, InitFlags};
-use crate::fuse::notify::Sink;
-use crate::fuse::ops::Result;
+use crate::fuse::abi::InitFlags;
 use crate::watch::{Change, Cover, FileId, Listener, Target, Watch};
 
-/// Takes what the watch says to the guest.
-pub(super) struct Teller {
-    pub guest: Arc<dyn Sink>,
-    pub watchers: Arc<Watchers>,
-    pub agents: Arc<Agents>,
-}
+/// Takes what the watch says to the guest's agent.
+pub(super) struct Teller(pub Arc<Agents>);
 
 impl Listener for Teller {
-    fn node_changed(&self, node: u64, contents: bool) {
-        self.guest.inval_inode(node, contents);
-    }
-
-    fn name_changed(&self, dir: u64, name: &[u8]) {
-        self.guest.inval_entry(dir, name);
-    }
-
-    fn all_changed(&self) {
-        self.guest.inc_epoch();
-        self.watchers.lost(&*self.guest);
-        self.agents.lose();
-    }
-
     fn change(&self, change: &Change) {
-        self.watchers.tell(change, &*self.guest);
-        if self.agents.any() {
-            repeat::announce(&self.agents, change);
+        if self.0.any() {
+            repeat::announce(&self.0, change);
         }
     }
 
+    fn look_again(&self, node: u64) {
+        repeat::look_again(&self.0, node);
+    }
+
+    fn look_up_again(&self, dir: u64, name: &[u8]) {
+        repeat::look_up_again(&self.0, dir, name);
+    }
+
+    fn all_changed(&self) {
+        self.0.lose();
+        self.0.hand_out();
+    }
+
     fn all_told(&self) {
-        self.agents.hand_out();
+        self.0.hand_out();
     }
 }
 
@@ -110,49 +99,32 @@ pub(super) fn is_fixed(st: &Statx) -> bool {
     st.stx_attributes.intersects(StatxAttributes::IMMUTABLE | StatxAttributes::APPEND)
 }
 
-/// The mode's bits of those who may execute a file.
-pub(super) const ANY_EXECUTES: u32 = 0o111;
-
 /// Whether anybody may execute it.
 pub(super) fn is_program(st: &Statx) -> bool {
-    u32::from(st.stx_mode) & ANY_EXECUTES != 0
+    st.stx_mode & 0o111 != 0
 }
 
 impl PassthroughFs {
-    /// The watch, if the guest is to be told of changes.
+    /// The watch, if the guest's agent is to repeat changes.
     pub(super) fn watch(&self) -> Option<&Watch> {
-        self.leases.watch.as_ref().filter(|_| self.notifier.is_open() || self.agents.any())
+        self.leases.watch.as_ref().filter(|_| self.agents.any())
     }
 
-    /// The watch, if it is to see what the guest may keep, and not only what its programs watch.
-    fn watch_of_caches(&self) -> Option<&Watch> {
-        self.watch().filter(|_| !self.config.lease_timeout.is_zero())
-    }
-
-    /// Whether the guest's kernel has leases in this session.
-    fn leases(&self) -> bool {
-        self.has(InitFlags::LEASES)
-    }
-
-    /// Whether the guest hears of changes: by notifications, or by its agent.
+    /// Whether the guest hears of changes, and may keep what it knows for longer.
     pub(super) fn hears(&self) -> bool {
-        self.leases() || self.agents.is_current() && self.config.cache != CachePolicy::Never
-    }
-
-    /// Whether the session is to have leases.
-    pub(super) fn offers_leases(&self) -> bool {
-        self.watch_of_caches().is_some() && self.config.cache != CachePolicy::Never
+        let c = &self.config;
+        c.cache != CachePolicy::Never && !c.lease_timeout.is_zero() && self.agents.is_current()
     }
 
     /// Whether the guest hears of its changes. What is announced as a submount is a superblock of its own there, and
     /// the agent does not reach it.
     fn is_reached(&self, inode: &Inode) -> bool {
-        self.leases() || !self.has(InitFlags::SUBMOUNTS) || self.inodes.is_on_root_mount(inode)
+        !self.has(InitFlags::SUBMOUNTS) || self.inodes.is_on_root_mount(inode)
     }
 
     /// To be called before a name in this directory is looked at.
     pub(super) fn sight(&self, parent: &Arc<Inode>, dir: BorrowedFd) -> Sight {
-        let Some(watch) = self.watch_of_caches().filter(|_| self.is_reached(parent)) else {
+        let Some(watch) = self.watch().filter(|_| self.is_reached(parent)) else {
             return Sight { handled: None, named: false };
         };
         let handled = Some(watch.handled());
@@ -229,9 +201,7 @@ impl PassthroughFs {
         inode: &Arc<Inode>,
         look: impl Fn() -> std::result::Result<Statx, E>,
     ) -> std::result::Result<(Statx, bool), E> {
-        let Some(watch) = self.watch_of_caches().filter(|_| self.is_reached(inode)) else {
-            return Ok((look()?, false));
-        };
+        let Some(watch) = self.watch().filter(|_| self.is_reached(inode)) else { return Ok((look()?, false)) };
         let cover = watch.cover(inode.id);
         at(Point::BeforeStat);
         let st = look()?;
@@ -252,8 +222,7 @@ impl PassthroughFs {
 
     /// Whether the guest's agent repeats what others do in this directory.
     pub(super) fn repeats_in(&self, dir: &Inode) -> bool {
-        let marked = || self.watch_of_caches().is_some_and(|watch| watch.is_marked(dir.id));
-        self.agents.is_current() && self.is_reached(dir) && marked()
+        self.hears() && self.is_reached(dir) && self.watch().is_some_and(|watch| watch.is_marked(dir.id))
     }
 
     /// How long a name may be kept. No event says that a mount is gone.
@@ -266,82 +235,27 @@ impl PassthroughFs {
         if leased && self.hears() { self.timeout.max(self.config.lease_timeout) } else { self.timeout }
     }
 
-    /// ATTR_LEASED if the guest may open a file with these leased attributes without a message.
-    pub(super) fn leased_flag(&self, inode: &Inode, st: &Statx) -> u32 {
-        let worth = match inode.format() {
-            libc::S_IFDIR => self.leases_opens(),
-            // Without a window, and so without DAX.
-            libc::S_IFREG => self.leases_open_files() && !is_fixed(st),
-            _ => false,
-        };
-        if worth { ATTR_LEASED } else { 0 }
-    }
-
-    /// Whether the guest may open directories without a message.
-    fn leases_opens(&self) -> bool {
-        let c = &self.config;
-        let cached = matches!(c.cache, CachePolicy::Auto | CachePolicy::Always);
-        self.leases() && cached && !c.posix_lock && !c.flock && cred::overrides_modes()
-    }
-
-    /// Whether the guest may open files without a message, or without a handle.
-    pub(super) fn leases_open_files(&self) -> bool {
-        // A file in a window has its own rules, and with a write-back cache the guest decides on times.
-        self.leases_opens() && self.window.is_none() && !self.config.writeback
-    }
-
-    /// Whether an open with these flags of the guest gets FOPEN_LEASED instead of a handle. Not one that only reads:
-    /// it comes if there is no lease, or to execute the file, and a handle then keeps a file that others remove. Not
-    /// one of a program: as long as a descriptor is open for writing, the host cannot execute it (ETXTBSY). `st`: the
-    /// file's attributes.
-    pub(super) fn leases_open(&self, host: &HostFs, flags: u32, st: impl FnOnce() -> Option<Statx>) -> bool {
-        let writes = flags & libc::O_ACCMODE as u32 != libc::O_RDONLY as u32;
-        let may = writes && self.gives_handles() && self.leases_open_files() && !host.flushes && host.open_is_open;
-        may && st().is_some_and(|st| !is_fixed(&st) && !is_program(&st))
+    /// Has the agent look at a node again.
+    pub(super) fn look_again(&self, node: u64) {
+        repeat::look_again(&self.agents, node);
+        self.agents.hand_out();
     }
 
     /// The guest has moved a file to this directory.
     pub(super) fn has_moved(&self, inode: &Inode, parent: u64) {
         let Some(watch) = self.watch() else { return };
         if inode.format() != libc::S_IFDIR && watch.has(inode.id) && !watch.moved(inode.id, parent) {
-            self.notifier.inval_inode(inode.id, true);
-            repeat::look_again(&self.agents, inode.id);
-            self.agents.hand_out();
+            self.look_again(inode.id);
         }
-    }
-
-    /// Begins to tell the guest what others do to a node.
-    pub(super) fn watch_node(&self, node: u64, mask: u32) -> Result<()> {
-        if mask == 0 {
-            self.watchers.remove(node);
-            return Ok(());
-        }
-        self.watch().ok_or(Errno::NOSYS)?;
-        self.watch_inode(&self.inodes.get(node)?, mask)?;
-        // The guest may have forgotten it meanwhile, by another queue.
-        self.inodes.get(node).map(drop).inspect_err(|_| self.watchers.remove(node))
-    }
-
-    /// The same of an inode, even if it is not known yet whether the guest takes notifications. `mask` is not 0.
-    pub(super) fn watch_inode(&self, inode: &Arc<Inode>, mask: u32) -> Result<()> {
-        let watch = self.leases.watch.as_ref().ok_or(Errno::NOSYS)?;
-        // Before the mark: no event is missed then.
-        self.watchers.set(inode, mask)?;
-        let marked = match watch.is_marked(inode.id) {
-            true => Ok(true),
-            false => inode.with_fd(&self.places, |fd| Ok(self.mark(watch, inode, fd))),
-        };
-        let done = marked.and_then(|marked| if marked { Ok(()) } else { Err(Errno::NOSPC) });
-        done.inspect_err(|_| self.watchers.remove(inode.id))
     }
 
     /// The guest has forgotten references to a node. `inode`: the node before that, if it is marked.
     pub(super) fn forgot(&self, node: u64, inode: Option<&Arc<Inode>>) {
-        let Some(watch) = self.watch() else { return };
+        // Even if the agent is gone: another one may come.
+        let Some(watch) = &self.leases.watch else { return };
         if self.inodes.get(node).is_ok() {
             return;
         }
-        self.watchers.remove(node);
         watch.forget(node, |unmark| {
             let Some(inode) = inode else { return };
             let directory = inode.format() == libc::S_IFDIR;

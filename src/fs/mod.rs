@@ -6,7 +6,6 @@ mod contents;
 mod cred;
 mod dax;
 mod dir;
-mod events;
 mod fd;
 mod file;
 mod file_handle;
@@ -51,13 +50,11 @@ use rustix::io::Errno;
 
 use crate::agent::Agents;
 use crate::fuse::abi::InitFlags;
-use crate::fuse::notify::{Silent, Sink};
 use crate::fuse::ops::{Control, Result, Session};
 use crate::watch::Watch;
 use crate::window::{self, Window};
 pub use config::{CachePolicy, Config, FileHandles, Migration, MigrationMode, MigrationOnError, NoOpen, Offer};
 use dax::Grants;
-use events::Watchers;
 use handle::{Handles, Listings};
 pub use host::is_remote;
 use host::{HostFs, Hosts};
@@ -90,15 +87,11 @@ pub struct PassthroughFs {
     window: Option<Arc<Window>>,
     /// The files that the guest maps with `dax=inode`.
     grants: Grants,
-    /// The way to tell the guest of changes by others.
-    notifier: Arc<dyn Sink>,
     /// The clock of file times. Tests have another.
     clock: fn() -> Timespec,
     leases: Leases,
     /// What the guest's agent is to repeat.
     agents: Arc<Agents>,
-    /// What processes of the guest watch.
-    watchers: Arc<Watchers>,
     /// Why files are not named by handle.
     why_no_handles: Option<String>,
 }
@@ -141,7 +134,6 @@ impl PassthroughFs {
             timeout,
             inodes: Inodes::new(root, config.max_inodes)?,
             handles: Handles::new(),
-            watchers: Arc::new(Watchers::new(places.clone())),
             places,
             locks: Locks::default(),
             listings: Arc::default(),
@@ -151,7 +143,6 @@ impl PassthroughFs {
             proc_self_fd: Arc::new(proc_self_fd),
             window: None,
             grants: Grants::default(),
-            notifier: Arc::new(Silent),
             clock: sys::file_clock,
             leases: Leases::default(),
             agents: Arc::default(),
@@ -160,18 +151,13 @@ impl PassthroughFs {
         })
     }
 
-    /// Lets the guest be told of changes by others.
-    pub fn with_notifier(self, notifier: Arc<dyn Sink>) -> Self {
-        Self { notifier, ..self }
-    }
-
-    /// Tells the guest of changes by others. The notifier must be known.
+    /// Lets the guest's agent repeat changes by others.
     ///
     /// # Errors
     /// If there is no thread.
     pub fn with_watch(mut self, watch: Option<Watch>) -> io::Result<Self> {
         if let Some(watch) = &watch {
-            watch.start(Arc::new(self.teller()))?;
+            watch.start(Arc::new(Teller(self.agents.clone())))?;
         }
         self.leases.watch = watch;
         Ok(self)
@@ -179,13 +165,9 @@ impl PassthroughFs {
 
     #[cfg(test)]
     fn with_stepped_watch(mut self, watch: Watch, step: impl Fn(crate::watch::Step) + Send + 'static) -> Self {
-        watch.start_stepped(Arc::new(self.teller()), step).unwrap();
+        watch.start_stepped(Arc::new(Teller(self.agents.clone())), step).unwrap();
         self.leases.watch = Some(watch);
         self
-    }
-
-    fn teller(&self) -> Teller {
-        Teller { guest: self.notifier.clone(), watchers: self.watchers.clone(), agents: self.agents.clone() }
     }
 
     /// Lets the guest map files.
@@ -291,10 +273,6 @@ impl PassthroughFs {
                 wanted -= InitFlags::ATOMIC_O_TRUNC;
             }
         }
-        // The target of a migration learns only later that the guest takes notifications.
-        let leases = if moved { self.leases.watch.is_some() } else { self.offers_leases() };
-        wanted.set(InitFlags::LEASES, leases);
-        wanted.set(InitFlags::FSNOTIFY, if moved { self.leases.watch.is_some() } else { self.watch().is_some() });
         let flags = wanted & offered;
         self.session.store(flags.bits(), Ordering::Relaxed);
         Ok(Session { flags, map_alignment: window::RANGE_SHIFT })
@@ -321,18 +299,12 @@ impl Control for PassthroughFs {
         if let Some(window) = &self.window {
             window.reset();
         }
-        self.watchers.clear();
         self.agents.clear();
-        self.notifier.clear();
     }
 
     fn is_remote(&self, node: u64) -> bool {
         let host = |inode: Arc<Inode>| self.hosts.known(inode.key.dev);
         self.hosts.any_remote() && self.inodes.get(node).is_ok_and(|inode| host(inode).is_some_and(|host| host.remote))
-    }
-
-    fn watch_events(&self, node: u64, mask: u32) -> Result<()> {
-        self.watch_node(node, mask)
     }
 
     fn interrupt(&self, unique: u64) {
@@ -353,11 +325,7 @@ impl Control for PassthroughFs {
         if flags.contains(InitFlags::PASSTHROUGH_SHM) {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "the source's guest has window passthrough"));
         }
-        self.load_state(flags, state).inspect_err(|_| self.destroy())?;
-        // What the source has seen and not told is lost.
-        self.notifier.inc_epoch();
-        self.watchers.lost(&*self.notifier);
-        Ok(())
+        self.load_state(flags, state).inspect_err(|_| self.destroy())
     }
 }
 

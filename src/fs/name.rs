@@ -10,13 +10,13 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 
-use super::PassthroughFs;
 use super::attr::decode_rdev;
 use super::cred::Identity;
 use super::fd::{FdPath, open_path, stat};
 use super::inode::{Inode, Place};
 use super::lease::{Found, Point, Sight, at};
 use super::path::is_name;
+use super::{PassthroughFs, repeat};
 use crate::fuse::abi::*;
 use crate::fuse::ops::{Creator, Mappings, Names, Result};
 
@@ -121,8 +121,8 @@ impl PassthroughFs {
     pub(super) fn entry(&self, parent: &Inode, inode: &Arc<Inode>, st: &Statx, leased: bool) -> EntryOut {
         let size = self.tell_size(inode, st.stx_size);
         self.saw(inode, st);
-        let (valid, flag) = self.attr_lease(inode, st, leased);
-        let mut attr = Attr { size, flags: flag | self.dax_flag(inode, st), ..self.attr(st) };
+        let valid = self.attr_timeout(st, leased);
+        let mut attr = Attr { size, flags: self.dax_flag(inode, st), ..self.attr(st) };
         let directory = inode.format() == libc::S_IFDIR;
         if inode.key.mount != parent.key.mount {
             if directory && self.has(InitFlags::SUBMOUNTS) {
@@ -234,7 +234,8 @@ impl PassthroughFs {
     /// The guest has moved a file to this place. It takes its leases along.
     fn follow(&self, sight: Sight, dir: BorrowedFd, name: &CStr, parent: u64) {
         if !sight.named {
-            self.notifier.inval_entry(parent, name.to_bytes());
+            repeat::look_up_again(&self.agents, parent, name.to_bytes());
+            self.agents.hand_out();
         }
         if let Some(inode) = stat(dir, name).ok().and_then(|st| self.inodes.peek(&st)) {
             self.has_moved(&inode, parent);
@@ -272,7 +273,7 @@ impl Names for PassthroughFs {
     }
 
     fn forget(&self, node: u64, nlookup: u64) {
-        let marked = self.watch().is_some_and(|watch| watch.is_marked(node));
+        let marked = self.leases.watch.as_ref().is_some_and(|watch| watch.is_marked(node));
         let inode = if marked { self.inodes.get(node).ok() } else { None };
         self.unlearn(node, nlookup);
         self.forgot(node, inode.as_ref());

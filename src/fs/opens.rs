@@ -7,11 +7,9 @@ use std::sync::atomic::AtomicU32;
 use rustix::fs::OFlags;
 use rustix::io::{Errno, fcntl_dupfd_cloexec};
 
-use super::fd::stat;
 use super::handle::{Handle, is_unopened};
 use super::host::HostFs;
 use super::inode::{Inode, Lent, Spare};
-use super::lease::is_program;
 use super::{CachePolicy, NoOpen, PassthroughFs, cred};
 use crate::fuse::abi::InitFlags;
 use crate::fuse::ops::Result;
@@ -70,11 +68,6 @@ impl PassthroughFs {
         !self.has(InitFlags::NO_OPEN_SUPPORT)
     }
 
-    /// Whether some opens of files get no handle, so that an inode's descriptor serves them.
-    pub(super) fn opens_without_handles(&self) -> bool {
-        !self.gives_handles() || self.leases_open_files()
-    }
-
     /// Whether OPENDIR gives handles.
     pub(super) fn gives_dir_handles(&self) -> bool {
         !self.has(InitFlags::NO_OPENDIR_SUPPORT)
@@ -82,8 +75,7 @@ impl PassthroughFs {
 
     /// Whether a request with this `fh` has no handle, and may have none.
     pub(super) fn has_no_handle(&self, fh: u64) -> bool {
-        let may_have_none = !(self.gives_handles() && self.gives_dir_handles()) || self.has(InitFlags::LEASES);
-        is_unopened(fh) && may_have_none
+        is_unopened(fh) && !(self.gives_handles() && self.gives_dir_handles())
     }
 
     /// Runs `f` with a request's open file. `flags`: those of the guest's open file. `patient`: the thread may wait for
@@ -146,12 +138,8 @@ impl PassthroughFs {
         }
         let (file, want) = tried?;
         let spare = Spare::file(file, want);
-        let keep = match spare.is_writable() {
-            // As in `leases_open`. A guest that opens all files by itself takes more from it than it costs.
-            true => !self.gives_handles() || !is_program(&stat(spare.fd(), c"")?),
-            // Elsewhere, a file that is open for reading may be another than the one that is written to.
-            false => self.hosts.get(inode.key.dev, spare.fd()).open_is_open,
-        };
+        // Elsewhere, a file that is open for reading may be another than the one that is written to.
+        let keep = spare.is_writable() || self.hosts.get(inode.key.dev, spare.fd()).open_is_open;
         Ok(if keep { inode.lend(&self.places, spare) } else { Lent::Own(spare) })
     }
 

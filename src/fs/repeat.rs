@@ -61,6 +61,15 @@ pub(super) fn look_again(agents: &Agents, node: u64) {
     agents.announce(Announced { ops: ops::REFRESH, node, ..Announced::default() }, None);
 }
 
+/// Has the agent look a name up again.
+pub(super) fn look_up_again(agents: &Agents, dir: u64, name: &[u8]) {
+    if name.len() > AGENT_NAME {
+        return agents.lose();
+    }
+    let place = Place { dir, name: name.to_vec() };
+    agents.announce(Announced { ops: ops::REFRESH, place, ..Announced::default() }, None);
+}
+
 impl Repeats for PassthroughFs {
     fn agents(&self) -> Option<&Arc<Agents>> {
         self.leases.watch.as_ref().map(|_| &self.agents)

@@ -11,7 +11,7 @@ use rustix::fs::{OFlags, fstat, major, minor, readlinkat};
 
 use super::PassthroughFs;
 use super::inode::{Inode, Place};
-use crate::fuse::abi::{InitFlags, ROOT_ID};
+use crate::fuse::abi::ROOT_ID;
 use crate::fuse::ops::{Files as _, Result};
 use crate::watch::Watched;
 
@@ -78,15 +78,11 @@ impl PassthroughFs {
         self.agents.facts()
     }
 
-    /// Why the guest is not told of changes by others, although there is a watch and it takes notifications. `flags`:
-    /// what INIT settled.
-    pub fn why_untold(&self, flags: InitFlags) -> Option<&'static str> {
-        if flags.intersects(InitFlags::LEASES | InitFlags::FSNOTIFY) {
-            let root = self.inodes.get(ROOT_ID).ok()?;
-            let watchable = self.hosts.known(root.key.dev).is_none_or(|host| host.watchable);
-            return (!watchable).then_some("the kernel does not report all changes of this file system");
-        }
-        Some("the guest's kernel takes no leases: it needs the patches of guest-kernel/")
+    /// Why nobody hears of changes of the shared directory, although there is a watch.
+    pub fn why_unwatchable(&self) -> Option<&'static str> {
+        let root = self.inodes.get(ROOT_ID).ok()?;
+        let watchable = self.hosts.known(root.key.dev).is_none_or(|host| host.watchable);
+        (!watchable).then_some("the kernel does not report all changes of this file system")
     }
 
     /// The inodes that come first in this order, at most `top`.

@@ -101,7 +101,6 @@ opcodes! {
     Tmpfile = 51,
     Statx = 52,
     CopyFileRange64 = 53,
-    FsnotifyWatch = 1000,
 }
 
 bitflags::bitflags! {
@@ -136,10 +135,6 @@ bitflags::bitflags! {
         const DIRECT_IO_ALLOW_MMAP = 1 << 36;
         const PASSTHROUGH = 1 << 37;
         const ALLOW_IDMAP = 1 << 40;
-        /// Leases (docs/protocol.md). Not Linux's.
-        const LEASES = 1 << 61;
-        /// Remote file events (docs/protocol.md). Not Linux's.
-        const FSNOTIFY = 1 << 60;
         /// Window passthrough, version 2 (docs/protocol.md). Not Linux's. Bit 62 was version 1.
         const PASSTHROUGH_SHM = 1 << 59;
     }
@@ -170,8 +165,6 @@ bitflags::bitflags! {
         const NOFLUSH = 1 << 5;
         const PARALLEL_DIRECT_WRITES = 1 << 6;
         const PASSTHROUGH = 1 << 7;
-        /// The guest sends no RELEASE (docs/protocol.md). Not Linux's.
-        const LEASED = 1 << 31;
     }
 }
 
@@ -207,24 +200,10 @@ pub const FS_IOC_FSGETXATTR: u32 = 0x801c_581f;
 pub const FS_IOC_FSSETXATTR: u32 = 0x401c_5820;
 /// Notification code, in place of a reply's error: forget cached pages of a node.
 pub const NOTIFY_INVAL_INODE: i32 = 2;
-/// Notification code: forget a name in a directory.
-pub const NOTIFY_INVAL_ENTRY: i32 = 3;
-/// Notification code: a name was removed.
-pub const NOTIFY_DELETE: i32 = 6;
-/// Notification code: all cached names are out of date.
-pub const NOTIFY_INC_EPOCH: i32 = 8;
-/// Notification code: somebody else changed a watched node (docs/protocol.md). Not Linux's.
-pub const NOTIFY_FSNOTIFY: i32 = 1000;
-/// Notification code: slots of the passthrough window were revoked (docs/protocol.md). Not Linux's.
-pub const NOTIFY_SHM_REVOKED: i32 = 1001;
-/// NOTIFY_INVAL_ENTRY: look the name up again, but keep what is mounted below it.
-pub const EXPIRE_ONLY: u32 = 1 << 0;
 /// Attribute flag: the directory is a mount point.
 pub const ATTR_SUBMOUNT: u32 = 1 << 0;
 /// Attribute flag: a guest that mounted with dax=inode uses the DAX window for the file.
 pub const ATTR_DAX: u32 = 1 << 1;
-/// Attribute flag: the file may be opened without a message (docs/protocol.md). Not Linux's.
-pub const ATTR_LEASED: u32 = 1 << 31;
 /// SETUPMAPPING: the guest may write too.
 pub const SETUPMAPPING_WRITE: u64 = 1 << 0;
 /// SETUPMAPPING: for window passthrough (docs/protocol.md). Not Linux's.
@@ -537,25 +516,6 @@ wire! {
         /// 0: to the end.
         len: i64,
     }
-    struct NotifyInvalEntryOut {
-        parent: u64,
-        namelen: u32,
-        flags: u32,
-    }
-    struct NotifyDeleteOut {
-        parent: u64,
-        child: u64,
-        namelen: u32,
-        padding: u32,
-    }
-    struct NotifyFsnotifyOut {
-        nodeid: u64,
-        child: u64,
-        mask: u32,
-        cookie: u32,
-        namelen: u32,
-        padding: u32,
-    }
     struct FallocateIn {
         fh: u64,
         offset: u64,
@@ -611,11 +571,6 @@ wire! {
     }
     struct CopyFileRangeOut {
         bytes_copied: u64,
-    }
-    struct FsnotifyWatchIn {
-        /// FS_* of include/linux/fsnotify_backend.h.
-        mask: u32,
-        padding: u32,
     }
     struct SetupmappingIn {
         /// Linux sends -1: the nodeid names the file.

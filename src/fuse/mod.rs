@@ -1,11 +1,9 @@
 //! The FUSE server: wire format ([`abi`]), guest buffers ([`buf`]), decoding (`request`), replies (`reply`), and the
-//! dispatch of each request to a [`FileSystem`](ops::FileSystem) (`serve`). And what goes to the guest unasked
-//! ([`notify`]). Knows no file system and no virtqueue.
+//! dispatch of each request to a [`FileSystem`](ops::FileSystem) (`serve`). Knows no file system and no virtqueue.
 
 pub mod abi;
 pub mod buf;
 pub mod metrics;
-pub mod notify;
 pub mod ops;
 mod reply;
 mod request;
@@ -235,7 +233,6 @@ const fn asks_the_host(opcode: Opcode) -> bool {
             | Opcode::NotifyReply
             | Opcode::Poll
             | Opcode::Bmap
-            | Opcode::FsnotifyWatch
             | Opcode::Setupmapping
             | Opcode::Removemapping
     )

@@ -60,14 +60,6 @@ pub trait Control: Send + Sync + 'static {
     fn is_remote(&self, _node: u64) -> bool {
         false
     }
-    /// The guest wants to hear what others do to this node, by [`FsEvent`](super::notify::FsEvent)s of the kinds in
-    /// `mask` (FS_* of include/linux/fsnotify_backend.h). 0: it does not any longer.
-    ///
-    /// # Errors
-    /// ENOSYS if that cannot be told, ENOSPC if the guest watches too many nodes.
-    fn watch_events(&self, _node: u64, _mask: u32) -> Result<()> {
-        Err(Errno::NOSYS)
-    }
     /// All nodeids and handles, for another daemon. No request is served meanwhile.
     ///
     /// # Errors

@@ -12,7 +12,7 @@ use super::{CLOSED, Server};
 const MAGIC: [u8; 8] = *b"thruway\0";
 
 /// Raised with every change that an older daemon would misread.
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]

@@ -3,11 +3,11 @@
 //! A mark on a directory reports what happens to its names and, while they are reached by these names, to its files.
 //! The watch knows files by their handles and calls them by numbers, the nodeids. Knows no virtqueue and no FUSE.
 //!
-//! **What may be trusted.** The kernel queues an event after the change that it is about. So attributes may be told to
-//! the guest with the promise of a notification if an event that is queued after they were read finds the node in the
-//! table, and if the mark was there before they were read. A node gets its number only after its attributes were read.
-//! For that case the watch counts events before it looks at the table: if the count is the same before the attributes
-//! were read and after the node was entered, no event was missed.
+//! **What may be trusted.** The kernel queues an event after the change that it is about. So the guest may keep
+//! attributes if an event that is queued after they were read finds the node in the table, and if the mark was there
+//! before they were read. A node gets its number only after its attributes were read. For that case the watch counts
+//! events before it looks at the table: if the count is the same before the attributes were read and after the node was
+//! entered, no event was missed.
 //!
 //! **Own changes.** Events of this process are about what the guest has done, so the guest is not told. They still show
 //! where files have moved.
@@ -46,8 +46,6 @@ const FILE: u64 =
 const FLAGS: u64 = libc::FAN_EVENT_ON_CHILD | libc::FAN_ONDIR;
 /// Events that are about a name.
 const NAMES: u64 = libc::FAN_CREATE | libc::FAN_DELETE | libc::FAN_RENAME;
-/// Events after which the contents are others.
-const CONTENTS: u64 = libc::FAN_MODIFY | libc::FAN_CLOSE_WRITE;
 
 /// Room for the events of one read(2); more come with the next. 64 KiB hold some 800, which take less than a
 /// millisecond.
@@ -62,12 +60,12 @@ const READS: usize = 4;
 /// wait. It is short beside the 10 ms within which a guest should see the host's changes.
 const REST: Timespec = Timespec { tv_sec: 0, tv_nsec: 1_000_000 };
 
-/// A change by another process, after the invalidations for it.
+/// A change by another process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Change<'a> {
     /// What happened, FAN_* bits. One event may stand for several changes, in no known order.
     pub mask: u64,
-    /// The node that changed. 0 if it is not known.
+    /// The node that changed. 0 if it is not known. If the guest has several of the file, this is one of them.
     pub node: u64,
     /// The file that changed.
     pub file: Option<FileId>,
@@ -81,16 +79,16 @@ pub struct Change<'a> {
 
 /// Is told of changes by others, on the watch's thread. Must not wait.
 pub trait Listener: Send + Sync {
-    /// The attributes of a node have changed; its contents too, with `contents`.
-    fn node_changed(&self, node: u64, contents: bool);
-    /// What a name in a directory leads to has changed.
-    fn name_changed(&self, dir: u64, name: &[u8]);
+    /// A change.
+    fn change(&self, change: &Change);
+    /// The guest may have the attributes, the contents or the listing of a node wrong.
+    fn look_again(&self, node: u64);
+    /// The guest may have wrong what a name in a directory leads to.
+    fn look_up_again(&self, dir: u64, name: &[u8]);
     /// Anything may have changed.
     fn all_changed(&self);
-    /// A change in detail.
-    fn change(&self, _change: &Change) {}
     /// All changes that were there have been told.
-    fn all_told(&self) {}
+    fn all_told(&self);
 }
 
 /// A point of the watch's work at which a test may step in.
@@ -487,7 +485,7 @@ impl Shared {
         drop(table);
         // The guest has moved it, and a lookup at the same time has found it at its old place: further changes will
         // not be seen.
-        bare.iter().filter(|_| event.pid == self.own).for_each(|node| listener.node_changed(*node, true));
+        bare.iter().filter(|_| event.pid == self.own).for_each(|node| listener.look_again(*node));
     }
 
     fn tell(&self, event: &Event, own: bool, listener: &dyn Listener) {
@@ -506,20 +504,24 @@ impl Shared {
         // The guest has moved a file, perhaps another one than it believed: before it heard of it, others may have put
         // this one in its place.
         if own && event.mask & libc::FAN_RENAME != 0 && disturbed {
-            to.iter().for_each(|dir| listener.name_changed(*dir, event.to.name));
+            to.iter().for_each(|dir| listener.look_up_again(*dir, event.to.name));
         }
-        // The guest has one number for a file that it changes. It knows nothing of its other numbers.
-        let told = |nodes: &[u64]| !own || nodes.len() > 1;
+        // A file may have several numbers. A change by others has the first. For its own change the guest has used one
+        // of them, and it is not known which.
+        let others = |nodes: &[u64]| match nodes.len() {
+            0 | 1 => Vec::new(),
+            _ => nodes[usize::from(!own)..].to_vec(),
+        };
         if event.mask & NAMES != 0 {
             for (dirs, Place { name, .. }) in [(&dirs, event.place), (&to, event.to)] {
-                for dir in dirs.iter().filter(|_| told(dirs)) {
-                    listener.name_changed(*dir, name);
-                    listener.node_changed(*dir, true);
+                for dir in others(dirs) {
+                    listener.look_up_again(dir, name);
+                    listener.look_again(dir);
                 }
             }
         }
-        for node in nodes.iter().filter(|_| told(&nodes)) {
-            listener.node_changed(*node, event.mask & CONTENTS != 0);
+        for node in others(&nodes) {
+            listener.look_again(node);
         }
         if !own {
             let one = |nodes: &[u64]| nodes.first().copied().unwrap_or(0);

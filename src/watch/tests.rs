@@ -100,23 +100,47 @@ fn the_host_process() {
 enum Told {
     Node(u64, bool),
     Name(u64, String),
+    Look(u64),
+    LookUp(u64, String),
     All,
 }
 
+/// Events after which the contents are others.
+const CONTENTS: u64 = libc::FAN_MODIFY | libc::FAN_CLOSE_WRITE;
+
 struct Collector(Mutex<Sender<Told>>);
 
+impl Collector {
+    fn tell(&self, told: Told) {
+        let _ = self.0.lock().send(told);
+    }
+}
+
 impl Listener for Collector {
-    fn node_changed(&self, node: u64, contents: bool) {
-        let _ = self.0.lock().send(Told::Node(node, contents));
+    fn change(&self, change: &Change) {
+        let names = [Some((change.dir, change.name)).filter(|_| change.mask & NAMES != 0), change.to];
+        for (dir, name) in names.into_iter().flatten().filter(|(dir, _)| *dir != 0) {
+            self.tell(Told::Name(dir, String::from_utf8_lossy(name).into_owned()));
+            self.tell(Told::Node(dir, true));
+        }
+        if change.node != 0 {
+            self.tell(Told::Node(change.node, change.mask & CONTENTS != 0));
+        }
     }
 
-    fn name_changed(&self, dir: u64, name: &[u8]) {
-        let _ = self.0.lock().send(Told::Name(dir, String::from_utf8_lossy(name).into_owned()));
+    fn look_again(&self, node: u64) {
+        self.tell(Told::Look(node));
+    }
+
+    fn look_up_again(&self, dir: u64, name: &[u8]) {
+        self.tell(Told::LookUp(dir, String::from_utf8_lossy(name).into_owned()));
     }
 
     fn all_changed(&self) {
-        let _ = self.0.lock().send(Told::All);
+        self.tell(Told::All);
     }
+
+    fn all_told(&self) {}
 }
 
 /// A gate for the watch's thread.
@@ -310,7 +334,7 @@ fn a_file_that_leaves_is_not_covered() {
         // changed names in the directory: the guest may have believed that another file had the old one.
         fs::rename(bench.path("inside/c"), bench.path("outside/c")).unwrap();
         fs::rename(bench.path("inside/d"), bench.path("inside/e")).unwrap();
-        assert_eq!(bench.told(), [name("e"), Told::Node(12, true)]);
+        assert_eq!(bench.told(), [Told::Look(12), Told::LookUp(DIR, "e".into())]);
         assert_eq!((bench.watch.cover(12), bench.watch.cover(13)), (Cover::Not, Cover::ByDirectory));
         fs::rename(bench.path("outside/c"), bench.path("inside/c")).unwrap();
         bench.told();
@@ -367,8 +391,11 @@ fn a_file_with_two_numbers_is_told_of_own_changes() {
     bench.told();
     let before = bench.watch.handled();
     crate::fs::truncate(&c_path(&bench.path("inside/a")), 5).unwrap();
-    assert_eq!(bench.told(), [Told::Node(10, true), Told::Node(20, true)]);
+    assert_eq!(bench.told(), [Told::Look(10), Told::Look(20)]);
     assert!(bench.watch.handled() >= before + 2, "the change and the marker");
+    // Of what others do, the change has one.
+    bench.host("append", &["inside/a"], "x");
+    assert_eq!(bench.told(), [Told::Look(20), Told::Node(10, true)]);
 }
 
 #[test]

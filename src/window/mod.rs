@@ -33,7 +33,6 @@ use std::time::Instant;
 
 use rustix::io::Errno;
 
-use crate::fuse::notify::Sink;
 use crate::fuse::ops::{Answer, Result};
 pub use jobs::DaxMapping;
 use jobs::{DaxJob, Job, Jobs};
@@ -126,11 +125,6 @@ impl Window {
     /// Window passthrough, if the guest can have it.
     pub fn passthrough(&self) -> Option<&Arc<Passthrough>> {
         self.passthrough.as_ref().filter(|_| self.is_connected())
-    }
-
-    /// Takes what tells the guest of revocations. Without it, a guest finds them when it looks for them.
-    pub fn tell(&self, guest: Arc<dyn Sink>) {
-        self.passthrough.iter().for_each(|passthrough| passthrough.table.tell(guest.clone()));
     }
 
     /// Takes the frontend that maps.

@@ -37,8 +37,8 @@ const IDLE: Duration = Duration::from_secs(if cfg!(fuzzing) { 0 } else { 1 });
 /// each other before either of them has touched it.
 const STAY: Duration = Duration::from_millis(if cfg!(fuzzing) { 0 } else { 50 });
 
-/// How long an open waits for a slot that another file is to leave. The guest takes milliseconds to let go, or 100 if
-/// no notification tells it.
+/// How long an open waits for a slot that another file is to leave. The guest looks every 100 ms, and takes
+/// milliseconds to let go.
 const OPENING: Duration = Duration::from_millis(if cfg!(fuzzing) { 0 } else { 1500 });
 
 /// How long the slots that are to become free are waited for before others are taken away too: the guest may hold pages

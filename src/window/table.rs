@@ -3,8 +3,8 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
-use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
@@ -14,7 +14,6 @@ use vm_memory::mmap::MmapRegion;
 use vm_memory::{AtomicAccess, Bytes, FileOffset, VolatileMemory};
 
 use super::RANGE;
-use crate::fuse::notify::Sink;
 
 /// Bytes of region 2: the least that leaves a multiple of 2 MiB for region 1.
 pub const LEN: u64 = RANGE;
@@ -261,16 +260,14 @@ impl Line {
 
 /// The guest may write to the memory, so the daemon reads nothing but the guest's own words from it.
 ///
-/// Lock rule: one line at a time, as the last lock but for that of `Times`, and no call to the frontend or to the
-/// [`Sink`] while it is held. A thread stats the line's file under the lock, so that the last one to look writes last.
+/// Lock rule: one line at a time, as the last lock but for that of `Times`, and no call to the frontend while it
+/// is held. A thread stats the line's file under the lock, so that the last one to look writes last.
 pub struct Table {
     memory: MmapRegion<()>,
     lines: Box<[Mutex<Line>]>,
     revocations: Mutex<u32>,
     /// Those of all sessions.
     all_revocations: AtomicU64,
-    /// Tells the guest that `revocations` has changed.
-    guest: OnceLock<Arc<dyn Sink>>,
 }
 
 impl Table {
@@ -281,8 +278,8 @@ impl Table {
         fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         let memory = MmapRegion::from_file(FileOffset::new(fd.into(), 0), LEN as usize).map_err(io::Error::other)?;
         let lines = (0..ENTRIES).map(|_| Mutex::default()).collect();
-        let (revocations, all_revocations, guest) = Default::default();
-        let table = Self { memory, lines, revocations, all_revocations, guest };
+        let (revocations, all_revocations) = Default::default();
+        let table = Self { memory, lines, revocations, all_revocations };
         table.clear();
         Ok(table)
     }
@@ -290,11 +287,6 @@ impl Table {
     /// The file that the frontend maps.
     pub fn file(&self) -> Option<BorrowedFd<'_>> {
         self.memory.file_offset().map(|file| file.file().as_fd())
-    }
-
-    /// Takes what tells the guest to look at the table. A second one is ignored.
-    pub fn tell(&self, guest: Arc<dyn Sink>) {
-        let _ = self.guest.set(guest);
     }
 
     /// Frees all entries and writes the header anew.
@@ -325,10 +317,6 @@ impl Table {
             *revocations = revocations.wrapping_add(1);
             self.all_revocations.fetch_add(1, Ordering::Relaxed);
             self.put(REVOCATIONS, revocations.to_le(), Ordering::Release);
-            drop(revocations);
-            drop(line);
-            // After both, so that a guest that looks when it is told finds them.
-            self.guest.get().into_iter().for_each(|guest| guest.revoked());
         }
         result
     }
@@ -445,10 +433,7 @@ const _: () = assert!(GUEST_OFFSET as u64 + (GUEST_SIZE * ENTRIES) as u64 <= LEN
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Weak;
-
     use super::*;
-    use crate::fuse::notify::Notification;
 
     fn get<T: AtomicAccess>(table: &Table, at: usize, order: Ordering) -> T {
         table.memory.as_volatile_slice().load(at, order).unwrap()
@@ -579,65 +564,26 @@ mod tests {
     }
 
     #[test]
-    fn the_guest_counts_each_revocation_once() {
+    fn each_revocation_is_flagged_and_counted_once() {
         let table = Table::new().unwrap();
-        let step = |change| {
-            table.update(3, |line| line.step(change)).unwrap();
-            get::<u32>(&table, REVOCATIONS, Ordering::Relaxed)
-        };
-        table.update(3, |line| line.slot = Some((0, RANGE)));
-        let counts = [Change::Map, Change::Revoke, Change::Withdraw, Change::Release, Change::Withdraw].map(step);
-        assert_eq!(counts, [0, 1, 1, 1, 2]);
-    }
-
-    /// Looks at the table each time that it is told to.
-    #[derive(Default)]
-    struct Guest {
-        table: OnceLock<Weak<Table>>,
-        /// The flags of entry 3 and the count of revocations.
-        seen: Mutex<Vec<(u32, u32)>>,
-    }
-
-    impl Sink for Guest {
-        fn is_open(&self) -> bool {
-            true
-        }
-
-        fn notify(&self, notification: Notification) {
-            assert_eq!(notification, Notification::Revoked);
-            let table = self.table.get().and_then(Weak::upgrade).unwrap();
-            // A guest that is told while the line is locked could hear of it too early.
-            assert!(table.lines[3].try_lock().is_some() && table.revocations.try_lock().is_some());
-            let word = |at| get::<u32>(&table, at, Ordering::Acquire);
-            self.seen.lock().push((word(3 * ENTRY_SIZE as usize + 4), word(REVOCATIONS)));
-        }
-
-        fn clear(&self) {}
-    }
-
-    #[test]
-    fn the_guest_is_told_once_of_each_revocation_after_it_can_see_it() {
-        let (table, guest) = (Arc::new(Table::new().unwrap()), Arc::new(Guest::default()));
-        guest.table.set(Arc::downgrade(&table)).unwrap();
-        table.tell(guest.clone());
-        let told = |change: fn(&mut Line)| {
+        let word = |at| get::<u32>(&table, at, Ordering::Acquire);
+        let seen = |change: fn(&mut Line)| {
             table.update(3, change);
-            std::mem::take(&mut *guest.seen.lock())
+            (word(3 * ENTRY_SIZE as usize + 4), word(REVOCATIONS))
         };
-        let nothing = Vec::<(u32, u32)>::new();
-        assert_eq!(told(|line| line.slot = Some((0, RANGE))), nothing);
-        assert_eq!(told(|line| line.step(Change::Map).unwrap()), nothing);
-        assert_eq!(told(|line| line.step(Change::AllowStores).unwrap()), nothing);
-        assert_eq!(told(|line| line.set_size(5)), nothing);
-        assert_eq!(told(|line| line.step(Change::Revoke).unwrap()), [(VALID | WRITABLE | REVOKED, 1)]);
-        assert_eq!(told(|line| line.set_size(4)), nothing);
-        assert_eq!(told(|line| line.step(Change::Withdraw).unwrap()), nothing);
-        assert_eq!(told(|line| line.slot = Some((0, RANGE))), nothing);
-        assert_eq!(told(|line| line.step(Change::Map).unwrap()), nothing);
-        assert_eq!(told(|line| line.step(Change::Revoke).unwrap()), [(VALID | REVOKED, 2)]);
-        assert_eq!(told(|line| line.step(Change::Release).unwrap()), nothing);
+        assert_eq!(seen(|line| line.slot = Some((0, RANGE))).1, 0);
+        assert_eq!(seen(|line| line.step(Change::Map).unwrap()), (VALID, 0));
+        assert_eq!(seen(|line| line.step(Change::AllowStores).unwrap()), (VALID | WRITABLE, 0));
+        assert_eq!(seen(|line| line.set_size(5)), (VALID | WRITABLE, 0));
+        assert_eq!(seen(|line| line.step(Change::Revoke).unwrap()), (VALID | WRITABLE | REVOKED, 1));
+        assert_eq!(seen(|line| line.set_size(4)), (VALID | WRITABLE | REVOKED, 1));
+        assert_eq!(seen(|line| line.step(Change::Withdraw).unwrap()).1, 1);
+        assert_eq!(seen(|line| line.slot = Some((0, RANGE))).1, 1);
+        assert_eq!(seen(|line| line.step(Change::Map).unwrap()), (VALID, 1));
+        assert_eq!(seen(|line| line.step(Change::Revoke).unwrap()), (VALID | REVOKED, 2));
+        assert_eq!(seen(|line| line.step(Change::Release).unwrap()).1, 2);
         table.clear();
-        assert!(guest.seen.lock().is_empty(), "a new session revokes nothing");
+        assert_eq!((word(REVOCATIONS), table.revocations()), (0, 2), "a new session revokes nothing");
     }
 
     #[test]

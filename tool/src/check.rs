@@ -33,7 +33,7 @@ pub enum Need {
     Qemu,
     /// Files are named by handle instead of by descriptor.
     FileHandles,
-    /// Guests with leases hear of the host's changes.
+    /// A guest with the agent hears of the host's changes.
     Watch,
     /// Files can be mapped into windows.
     Mapping,
@@ -268,9 +268,9 @@ impl Dir {
             ),
         };
         let watch = match probe.watch {
-            Ok(()) => Ok("a guest with leases hears what the host changes".into()),
+            Ok(()) => Ok("a guest with the agent hears what the host changes".into()),
             Err(e) => missing(
-                format!("a guest gets no leases here: {e}"),
+                format!("a guest hears nothing of what the host changes: {e}"),
                 "Linux 5.17 or later, ext4, XFS, Btrfs, F2FS or tmpfs, and room in fs.fanotify.max_user_groups",
             ),
         };

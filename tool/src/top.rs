@@ -105,7 +105,7 @@ fn describe(status: &Status) -> String {
 }
 
 /// What can be on or off, with details.
-fn switches(status: &Status) -> [(&'static str, &Switch, String); 8] {
+fn switches(status: &Status) -> [(&'static str, &Switch, String); 7] {
     let window = |window: &thruway::control::api::Window| match window.switch.on {
         true => format!(", {}, {} mappings", bytes(window.size as f64), window.mappings),
         false => String::new(),
@@ -123,7 +123,6 @@ fn switches(status: &Status) -> [(&'static str, &Switch, String); 8] {
         ("passthrough", &status.passthrough.switch, window(&status.passthrough)),
         ("guard", &status.guard, String::new()),
         ("watch", &status.watch.switch, watch),
-        ("notifications", &status.notifications, String::new()),
         ("guest agent", &status.agent.switch, agent),
         ("file handles", &status.file_handles, String::new()),
         ("io_uring", &status.io_uring, String::new()),

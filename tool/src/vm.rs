@@ -82,7 +82,7 @@ pub fn parse(arguments: &[String]) -> Result<Options, String> {
 /// What a QEMU command line says that matters to a share.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Machine {
-    /// Its CPUs, 1 to 62.
+    /// Its CPUs, 1 to 63.
     pub cpus: u16,
     /// Bytes of memory that are to be made shared. `None`: they are.
     pub unshared: Option<u64>,

@@ -14,7 +14,6 @@ use serde::{Deserialize, Serialize};
 
 use crate::fs::path::{MAX_NAME, is_name, is_path};
 use crate::fs::sys::{MAX_HANDLE, RawHandle};
-use crate::limits::WATCHED_NODES;
 
 /// Why bytes cannot be decoded.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
@@ -43,7 +42,6 @@ pub struct State {
     /// An inode comes after the directory that it is an [entry](Location::Entry) of.
     pub inodes: Vec<InodeState>,
     pub handles: Vec<HandleState>,
-    pub watched: Vec<WatchState>,
 }
 
 /// A mount on which file handles are opened.
@@ -119,16 +117,6 @@ pub struct HandleState {
     pub flags: u32,
 }
 
-/// A node that processes of the guest watch (inotify(7), fanotify(7)).
-#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct WatchState {
-    #[serde(with = "fixint::le")]
-    pub node: u64,
-    /// FS_* bits of include/linux/fsnotify_backend.h.
-    #[serde(with = "fixint::le")]
-    pub mask: u32,
-}
-
 /// An errno as u16.
 mod errno {
     use serde::de::{Deserialize, Deserializer, Error, Unexpected};
@@ -170,9 +158,6 @@ impl State {
     fn fault(&self) -> Option<&'static str> {
         if self.mounts.len() > MAX_MOUNTS {
             return Some("too many mounts");
-        }
-        if self.watched.len() > WATCHED_NODES {
-            return Some("too many watched nodes");
         }
         let inodes = self.inodes.iter().find_map(InodeState::fault);
         inodes.or_else(|| self.mounts.iter().find_map(MountState::fault))
@@ -231,7 +216,6 @@ mod tests {
                 inode(5, Location::Entry { parent: 1, name: b"c".into() }, Some(raw(4))),
             ],
             handles: vec![HandleState { fh: 1 << 32, node: 2, directory: false, flags: 0o2 }],
-            watched: vec![WatchState { node: 2, mask: 0x100 }],
         }
     }
 
@@ -277,22 +261,12 @@ mod tests {
     fn a_count_reserves_little_memory() {
         // Each list claims as many items as a u64 can say.
         let count = [[0xff; 9].as_slice(), &[1]].concat();
-        for before in [&[9][..], &[9, 0], &[9, 0, 0], &[9, 0, 0, 0]] {
+        for before in [&[9][..], &[9, 0], &[9, 0, 0]] {
             let bytes = [before, &count].concat();
             assert_eq!(State::decode(&bytes), Err(Damaged::Encoding(postcard::Error::DeserializeUnexpectedEnd)));
         }
         let name = [&[9, 0, 1][..], &[1; 20], &[1], &count].concat();
         assert_eq!(State::decode(&name), Err(Damaged::Encoding(postcard::Error::DeserializeUnexpectedEnd)));
-    }
-
-    #[test]
-    fn the_number_of_watched_nodes_is_limited() {
-        let mut state = state();
-        let watch = |node| WatchState { node, mask: 1 };
-        state.watched = (0..WATCHED_NODES as u64).map(watch).collect();
-        assert!(State::decode(&state.encode().unwrap()).is_ok());
-        state.watched.push(watch(0));
-        assert!(State::decode(&state.encode().unwrap()).is_err());
     }
 
     #[test]

@@ -23,7 +23,7 @@ use super::{MigrationMode, MigrationOnError, PassthroughFs};
 use crate::fuse::abi::{InitFlags, ROOT_ID};
 use crate::fuse::ops::Result;
 use find::Finder;
-use format::{HandleState, InodeState, Location, MountState, State, WatchState};
+use format::{HandleState, InodeState, Location, MountState, State};
 
 /// The flags that open files keep. Creation and truncation were done when they were opened.
 const KEPT: OFlags = OFlags::ACCMODE.union(OFlags::DSYNC).union(OFlags::SYNC).union(OFlags::LARGEFILE);
@@ -47,9 +47,8 @@ impl PassthroughFs {
                 inodes.iter().zip(locations).map(|(inode, location)| saver.inode(inode, location)).collect();
             // Puts each entry after its directory.
             inodes.sort_by_key(|inode| matches!(inode.location, Location::Entry { .. }));
-            let watched = self.watchers.all().into_iter().map(|(node, mask)| WatchState { node, mask }).collect();
             let (next_id, mounts, handles) = (self.inodes.next_id(), saver.mounts, self.save_handles());
-            Ok(State { next_id, mounts, inodes, handles, watched })
+            Ok(State { next_id, mounts, inodes, handles })
         })
     }
 
@@ -286,9 +285,6 @@ impl<'a> Loader<'a> {
         for handle in &state.handles {
             self.handle(handle)?;
         }
-        for watch in &state.watched {
-            self.watch(watch)?;
-        }
         Ok(())
     }
 
@@ -360,19 +356,6 @@ impl<'a> Loader<'a> {
             .map_err(|_| invalid("the state is damaged: an open file without an inode"))?;
         let opened = if inode.is_lost() { Err(handle.node) } else { self.open(&inode, handle)? };
         self.fs.handles.restore(handle.fh, opened).map_err(|_| invalid("the state is damaged: an impossible handle"))
-    }
-
-    /// Watches a node for the guest's processes. They hear of events from now on.
-    fn watch(&mut self, watch: &WatchState) -> io::Result<()> {
-        let inode = self.fs.inodes.get(watch.node);
-        let inode = inode.map_err(|_| invalid("the state is damaged: a watch without an inode"))?;
-        if inode.is_lost() {
-            return Ok(());
-        }
-        match self.fs.watch_inode(&inode, watch.mask) {
-            Ok(()) => Ok(()),
-            Err(errno) => self.lose(&format_args!("what a process watches (nodeid {})", watch.node), errno),
-        }
     }
 
     fn open(&mut self, inode: &Arc<Inode>, handle: &HandleState) -> io::Result<std::result::Result<Handle, u64>> {

@@ -5,26 +5,23 @@ use std::fs;
 use std::io::ErrorKind;
 use std::os::unix::fs::symlink;
 use std::path::PathBuf;
-use std::process::Command;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
-use parking_lot::{Condvar, Mutex};
 use rustix::fs::{CWD, FileType, Mode, OFlags, mknodat};
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, UnmountFlags, mount, mount_move, unmount};
 use tempfile::TempDir;
+use thruway_guest::protocol::ops;
 
-use super::format::{HandleState, Location, State, WatchState};
+use super::format::{HandleState, Location, State};
 use crate::fs::tests::List;
+use crate::fs::tests::lease::Ears;
 use crate::fs::{Config, FileHandles, Migration, MigrationMode, MigrationOnError, PassthroughFs, proc_self_fd};
 use crate::fuse::Server;
 use crate::fuse::abi::*;
 use crate::fuse::buf::IoVecs;
-use crate::fuse::notify::{FsEvent, Notification, Sink};
 use crate::fuse::ops::*;
 use crate::watch::Watch;
-use crate::watch::tests::LONG;
 
 const PATHS: Migration = Migration {
     mode: MigrationMode::FindPaths,
@@ -353,69 +350,25 @@ fn options_must_fit_the_session() {
     }
 }
 
-/// Keeps the events that the guest gets. `is_open`: the guest is known to take notifications.
-#[derive(Default)]
-struct Heard {
-    is_open: AtomicBool,
-    events: Mutex<Vec<String>>,
-    more: Condvar,
-}
-
-impl Sink for Heard {
-    fn is_open(&self) -> bool {
-        self.is_open.load(Ordering::Relaxed)
-    }
-
-    fn notify(&self, notification: Notification) {
-        let Notification::Event(FsEvent { nodeid, mask, name, .. }) = notification else { return };
-        if self.is_open() || notification.is_of_all() {
-            self.events.lock().push(format!("{nodeid} {mask:#x} {}", name.escape_ascii()));
-            self.more.notify_all();
-        }
-    }
-
-    fn clear(&self) {}
-}
-
+/// The host may have changed anything meanwhile, and the target has not seen it.
 #[test]
-fn what_the_guest_watches_moves() {
+fn the_agent_looks_at_everything_after_a_move() {
     let share = Share::new();
     fs::create_dir(share.path("dir")).unwrap();
     share.put("file", "");
-    share.put("dir/gone", "");
-    let daemon = |config: Migration, heard: &Arc<Heard>| {
-        let fs = share.daemon(config, FileHandles::Never).with_notifier(heard.clone());
-        fs.with_watch(Some(Watch::new().unwrap())).unwrap()
-    };
-    let heard = Arc::new(Heard { is_open: true.into(), ..Heard::default() });
-    let source = daemon(PATHS, &heard);
-    let flags = source.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM).unwrap().flags;
-    assert!(flags.contains(InitFlags::FSNOTIFY));
-    let (dir, file, gone) = (lookup(&source, "dir"), lookup(&source, "file"), lookup(&source, "dir/gone"));
-    let (create, attrib) = (libc::IN_CREATE, libc::IN_ATTRIB);
-    for (node, mask) in [(dir, create), (file, attrib), (gone, attrib), (ROOT_ID, create)] {
-        source.watch_events(node, mask).unwrap();
-    }
-    source.watch_events(ROOT_ID, 0).unwrap();
-    fs::remove_file(share.path("dir/gone")).unwrap();
-    let lenient = Migration { on_error: MigrationOnError::GuestError, ..PATHS };
-    let heard = Arc::new(Heard::default());
-    let target = daemon(lenient, &heard);
+    let (source, flags) = share.source(PATHS);
+    let nodes = [ROOT_ID, lookup(&source, "dir"), lookup(&source, "file")];
+    let target = share.daemon(PATHS, FileHandles::Never).with_watch(Some(Watch::new().unwrap())).unwrap();
+    target.destroy();
     target.load(flags, &source.save().unwrap()).unwrap();
-    heard.is_open.store(true, Ordering::Relaxed);
-    // By another process: the own changes are the guest's.
-    let script = "mkdir unseen dir/new && chmod 700 dir && chmod 600 file";
-    assert!(Command::new("sh").args(["-c", script]).current_dir(share.0.path()).status().unwrap().success());
-    let mut events = heard.events.lock();
-    let due = ["0 0x4000 ".into(), format!("{dir} 0x40000100 new"), format!("{file} 0x4 ")];
-    while events.len() < due.len() {
-        assert!(!heard.more.wait_for(&mut events, LONG).timed_out(), "no more than {events:?}");
-    }
-    assert_eq!(*events, due);
-    drop(events);
-    // A target that cannot watch refuses.
-    let refused = share.target(PATHS, flags, &source.save().unwrap());
-    assert!(refused.err().unwrap().to_string().contains("FSNOTIFY"));
+    let target = Arc::new(target);
+    let ears = Ears::of(&target);
+    ears.register(&target);
+    let told = ears.told.lock();
+    assert!(told.iter().all(|change| change.ops == ops::REFRESH), "{told:?}");
+    let mut looked: Vec<u64> = told.iter().map(|change| change.node).collect();
+    looked.sort_unstable();
+    assert_eq!(looked, nodes);
 }
 
 #[test]
@@ -425,7 +378,7 @@ fn a_stream_of_an_older_daemon_is_refused() {
     let mut state = server.save().unwrap();
     server.load(&state).unwrap();
     state[8] -= 1;
-    assert!(server.load(&state).unwrap_err().to_string().contains("version 2, not 3"));
+    assert!(server.load(&state).unwrap_err().to_string().contains("version 3, not 4"));
 }
 
 #[test]
@@ -460,7 +413,7 @@ fn a_hostile_state_gets_an_error_and_never_a_panic() {
     assert!(damaged(&|s| s.next_id = file).is_some());
     assert!(damaged(&|s| s.next_id = u64::MAX).is_some());
     // The guest would get the root's nodeid for another file.
-    let empty = |next_id| State { next_id, mounts: vec![], inodes: vec![], handles: vec![], watched: vec![] };
+    let empty = |next_id| State { next_id, mounts: vec![], inodes: vec![], handles: vec![] };
     assert!(damaged(&|s| *s = empty(ROOT_ID)).is_some());
     assert!(damaged(&|s| *s = empty(ROOT_ID + 1)).is_none());
     assert!(damaged(&|s| s.inodes[1].id = s.inodes[2].id).is_some());
@@ -469,7 +422,6 @@ fn a_hostile_state_gets_an_error_and_never_a_panic() {
     assert!(damaged(&|s| s.handles[0].node = 99).is_some());
     assert!(damaged(&|s| s.handles[0].fh = u64::MAX).is_some());
     assert!(damaged(&|s| s.handles.push(handle(s.handles[0].fh, file))).is_some());
-    assert!(damaged(&|s| s.watched.push(WatchState { node: 99, mask: 1 })).is_some());
     assert_eq!(fs.known_inodes(), 1);
     // No symbolic link is followed, and no file is truncated again.
     share.put("file", "data");

@@ -3,10 +3,11 @@
 use std::fs::File;
 
 use rustix::fs::{IFlags, ioctl_getflags, ioctl_setflags};
+use thruway_guest::protocol::{Change, ops};
 
+use super::lease::Ears;
 use super::*;
 use crate::fs::sys::fsxattr;
-use crate::fuse::notify::{Notification, Sink};
 
 const SYNC: u32 = IFlags::SYNC.bits();
 const NODUMP: u32 = IFlags::NODUMP.bits();
@@ -75,37 +76,19 @@ fn flags_that_concern_the_guest_alone_are_set_and_cleared() {
     }
 }
 
-/// What the guest was told to look at again.
-#[derive(Default)]
-struct Told(parking_lot::Mutex<Vec<u64>>);
-
-impl Sink for Told {
-    fn is_open(&self) -> bool {
-        true
-    }
-
-    fn notify(&self, notification: Notification) {
-        let Notification::InvalInode { nodeid, contents: false } = notification else { panic!("{notification:?}") };
-        self.0.lock().push(nodeid);
-    }
-
-    fn clear(&self) {}
-}
-
 /// The reply has no attributes, and the guest has the change time from before.
 #[test]
 fn the_guest_hears_of_the_new_change_time() {
-    let Some(Share { dir, fs }) = flagged(Config::default()) else { return };
-    let told = Arc::new(Told::default());
-    let fs = Arc::into_inner(fs).unwrap().with_notifier(told.clone());
-    let s = Share { dir, fs: Arc::new(fs) };
+    let Some(s) = flagged(Config::default()) else { return };
+    let ears = Ears::of(&s.fs);
+    ears.register(&s.fs);
     each(&s, |_, node, fh| {
-        told.0.lock().clear();
+        ears.told.lock().clear();
         let first = s.fs.flags(node, fh, false).unwrap();
         s.fs.set_flags(node, fh, ANYBODY, first, false).unwrap();
-        assert!(told.0.lock().is_empty());
+        assert!(ears.told.lock().is_empty());
         s.fs.set_flags(node, fh, ANYBODY, first | NODUMP, false).unwrap();
-        assert_eq!(*told.0.lock(), [node]);
+        assert_eq!(*ears.told.lock(), [Change { ops: ops::REFRESH, node, ..Change::default() }]);
     });
 }
 

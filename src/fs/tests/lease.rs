@@ -1,43 +1,45 @@
-//! Leases: a guest that keeps what it is granted, and a host that changes files at the worst moments.
+//! Leases: a guest that keeps what it is granted until its agent hears of a change, and a host that changes files at
+//! the worst moments.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
-use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{OnceLock, Weak};
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
-use rustix::fs::{CWD, IFlags, ioctl_getflags, ioctl_setflags};
+use thruway_guest::protocol::{Batch, Change, Done, MARKER, Place, VERSION, ops};
 
 use super::*;
+use crate::agent::{Look, Made};
+use crate::fs::CachePolicy;
 use crate::fs::host::HostFs;
 use crate::fs::lease::Point;
-use crate::fs::{CachePolicy, NoOpen};
-use crate::fuse::notify::{Notification, Sink};
-use crate::watch::tests::{Host, LONG, c_path, make, places};
+use crate::fuse::ops::Repeats;
+use crate::watch::tests::{Host, LONG, make, places};
 use crate::watch::{Step, Watch};
 
-/// What a guest is told.
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum Told {
-    Inode(u64, bool),
-    Entry(u64, CString),
-    Epoch,
-}
+/// The thread id of the guest's agent.
+const AGENT: u32 = 7;
 
-/// The guest's notification queue.
+/// The guest's agent, as far as it hears of changes. It acknowledges each at once.
 #[derive(Default)]
-struct Queue {
-    told: Mutex<Vec<Told>>,
+pub struct Ears {
+    pub told: Mutex<Vec<Change>>,
     changed: Condvar,
     /// The watch's thread stays at its next step while this is set.
     held: AtomicBool,
-    closed: AtomicBool,
+    fs: OnceLock<Weak<PassthroughFs>>,
 }
 
-impl Queue {
+impl Ears {
+    /// Those of an agent that has yet to register.
+    pub fn of(fs: &Arc<PassthroughFs>) -> Arc<Self> {
+        Arc::new(Self { fs: OnceLock::from(Arc::downgrade(fs)), ..Self::default() })
+    }
+
     fn hold(&self, held: bool) {
         self.held.store(held, Ordering::SeqCst);
         drop(self.told.lock());
@@ -50,28 +52,47 @@ impl Queue {
             self.changed.wait(&mut told);
         }
     }
+
+    /// The agent registers, and waits for changes from then on. Returns its marker.
+    pub fn register(self: &Arc<Self>, fs: &PassthroughFs) -> u64 {
+        let token = fs.agents.hello(AGENT, VERSION).unwrap().token;
+        let Look::Phantom(hidden) = fs.agents.look(AGENT, ROOT_ID, ROOT_ID, token.as_bytes()) else {
+            panic!("unknown")
+        };
+        let made = fs.agents.make(AGENT, 0, hidden, MARKER.as_bytes(), false);
+        let Made::Marker(marker) = made else { panic!("{made:?}") };
+        fs.follow_known();
+        self.listen(0);
+        marker
+    }
+
+    /// Waits for changes. `batch` has been done.
+    fn listen(self: &Arc<Self>, batch: u64) {
+        let Some(fs) = self.fs.get().and_then(Weak::upgrade) else { return };
+        fs.agents.look_again(|| fs.known_nodes());
+        let ears = self.clone();
+        let answer = move |bytes: Vec<u8>| {
+            let batch = Batch::decode(&bytes).unwrap();
+            ears.told.lock().extend(batch.changes);
+            ears.changed.notify_all();
+            ears.listen(batch.id);
+        };
+        // The session may be over.
+        let _ = fs.agents.wait(AGENT, Done { batch, ..Done::default() }, Box::new(answer), || false);
+    }
+
+    /// Waits until the agent has heard of such a change.
+    fn hears(&self, what: &str, is: impl Fn(&Change) -> bool) {
+        let mut told = self.told.lock();
+        while !told.iter().any(&is) {
+            assert!(!self.changed.wait_for(&mut told, LONG).timed_out(), "{what}: nobody says it, but {told:?}");
+        }
+    }
 }
 
-impl Sink for Queue {
-    fn is_open(&self) -> bool {
-        !self.closed.load(Ordering::SeqCst)
-    }
-
-    fn notify(&self, notification: Notification) {
-        self.pass();
-        let told = match notification {
-            Notification::InvalInode { nodeid, contents } => Told::Inode(nodeid, contents),
-            Notification::InvalEntry { parent, name } => Told::Entry(parent, CString::new(name).unwrap()),
-            Notification::IncEpoch => Told::Epoch,
-            other => panic!("{other:?}"),
-        };
-        self.told.lock().push(told);
-        self.changed.notify_all();
-    }
-
-    fn clear(&self) {
-        self.told.lock().clear();
-    }
+/// Whether a change is about this name.
+fn is_at(change: &Change, dir: u64, name: &str) -> bool {
+    [&change.place, &change.to].into_iter().any(|place| (place.dir, &place.name[..]) == (dir, name.as_bytes()))
 }
 
 type Hook = Rc<dyn Fn(Point)>;
@@ -110,7 +131,7 @@ fn facts(attr: &Attr) -> Facts {
     (attr.mode, attr.size, attr.nlink, (attr.mtime, attr.mtimensec))
 }
 
-/// A guest that keeps leases by the rules of docs/protocol.md.
+/// A guest that keeps what it was granted, until its agent repeats a change.
 #[derive(Default)]
 struct Guest {
     /// By directory and name; 0: nothing there.
@@ -118,39 +139,50 @@ struct Guest {
     attrs: HashMap<u64, Facts>,
     /// Directories and files that it knows, with references.
     nodes: HashMap<u64, (u64, bool)>,
-    /// Notifications that were handled.
+    /// Changes that were repeated.
     handled: u64,
-    /// When a node, a name or everything was invalidated last, in these.
+    /// When a node or a name was invalidated last, in these.
     inode_at: HashMap<u64, u64>,
     entry_at: HashMap<(u64, CString), u64>,
-    epoch_at: u64,
 }
 
 impl Guest {
-    fn handle(&mut self, told: Vec<Told>) {
-        for told in told {
+    /// The agent repeats changes, by which the guest's kernel drops what they are about.
+    fn handle(&mut self, told: Vec<Change>) {
+        for change in told {
             self.handled += 1;
-            match told {
-                Told::Inode(node, _) => {
-                    self.attrs.remove(&node);
-                    self.inode_at.insert(node, self.handled);
+            for Place { dir, name } in [&change.place, &change.to].into_iter().filter(|place| place.dir != 0) {
+                if change.has(ops::CREATE | ops::RENAME | ops::EXCHANGE | ops::REMOVE) {
+                    self.drop_node(*dir);
                 }
-                Told::Entry(dir, name) => {
-                    self.entries.remove(&(dir, name.clone()));
-                    self.entry_at.insert((dir, name), self.handled);
-                }
-                Told::Epoch => {
-                    self.entries.clear();
-                    self.attrs.clear();
-                    self.epoch_at = self.handled;
-                }
+                self.drop_entry((*dir, CString::new(&name[..]).unwrap()));
+            }
+            if change.node != 0 {
+                self.drop_node(change.node);
+            }
+            if change.has(ops::REFRESH) && change.node != 0 {
+                // The agent opens it by handle, which ends the timeout of its name.
+                let names = self.entries.iter().filter(|(_, node)| **node == change.node);
+                names.map(|(key, _)| key.clone()).collect::<Vec<_>>().into_iter().for_each(|key| self.drop_entry(key));
             }
         }
     }
 
-    /// Takes the attributes of a reply to a request that was sent when `sent` notifications were handled.
+    fn drop_node(&mut self, node: u64) {
+        self.attrs.remove(&node);
+        self.inode_at.insert(node, self.handled);
+    }
+
+    fn drop_entry(&mut self, key: (u64, CString)) {
+        if let Some(node) = self.entries.remove(&key) {
+            self.drop_node(node);
+        }
+        self.entry_at.insert(key, self.handled);
+    }
+
+    /// Takes the attributes of a reply to a request that was sent when `sent` changes were repeated.
     fn attr(&mut self, sent: u64, node: u64, attr: &Attr, valid: u64) {
-        let fresh = self.inode_at.get(&node).is_none_or(|at| *at <= sent) && self.epoch_at <= sent;
+        let fresh = self.inode_at.get(&node).is_none_or(|at| *at <= sent);
         if valid == LEASE.as_secs() && fresh {
             self.attrs.insert(node, facts(attr));
         } else {
@@ -160,7 +192,7 @@ impl Guest {
 
     fn entry(&mut self, sent: u64, dir: u64, name: &CStr, out: &EntryOut) {
         let key = (dir, name.to_owned());
-        let fresh = self.entry_at.get(&key).is_none_or(|at| *at <= sent) && self.epoch_at <= sent;
+        let fresh = self.entry_at.get(&key).is_none_or(|at| *at <= sent);
         if out.entry_valid == LEASE.as_secs() && fresh {
             self.entries.insert(key, out.nodeid);
         } else {
@@ -186,33 +218,35 @@ impl Guest {
 
 struct World {
     share: Share,
-    queue: Arc<Queue>,
+    ears: Arc<Ears>,
     guest: RefCell<Guest>,
     host: RefCell<Host>,
     random: RefCell<Random>,
     markers: RefCell<u32>,
-    /// Notifications must not be handled now: the guest's kernel has the directories locked.
+    /// Changes cannot be repeated now: the guest's kernel has the directories locked.
     locked: RefCell<bool>,
     granted: RefCell<usize>,
 }
 
 /// A share with leases.
-fn leased(place: &Path, config: Config, most_marks: usize) -> (Share, Arc<Queue>) {
-    let (s, queue) = serve_watched(place, Config { lease_timeout: LEASE, ..config }, most_marks);
-    assert!(s.fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM).unwrap().flags.contains(InitFlags::LEASES));
-    (s, queue)
+fn leased(place: &Path, config: Config, most_marks: usize) -> (Share, Arc<Ears>) {
+    let (s, ears) = serve_watched(place, Config { lease_timeout: LEASE, ..config }, most_marks);
+    s.fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM).unwrap();
+    ears.register(&s.fs);
+    (s, ears)
 }
 
 /// A share that is watched, before a session.
-fn serve_watched(place: &Path, config: Config, most_marks: usize) -> (Share, Arc<Queue>) {
-    let queue = Arc::new(Queue::default());
-    let passed = queue.clone();
+fn serve_watched(place: &Path, config: Config, most_marks: usize) -> (Share, Arc<Ears>) {
+    let ears = Arc::new(Ears::default());
+    let passed = ears.clone();
     let dir = TempDir::new_in(place).unwrap();
     let fs = PassthroughFs::new(open_root(dir.path()), proc_self_fd().unwrap(), config).unwrap();
     let watch = Watch::with_limits(most_marks, 100_000).unwrap();
-    let fs = fs.with_notifier(queue.clone()).with_stepped_watch(watch, move |_: Step| passed.pass());
+    let fs = Arc::new(fs.with_stepped_watch(watch, move |_: Step| passed.pass()));
+    ears.fs.set(Arc::downgrade(&fs)).unwrap();
     fs.enter_thread();
-    (Share { dir, fs: Arc::new(fs) }, queue)
+    (Share { dir, fs }, ears)
 }
 
 const DIRS: [&CStr; 3] = [c"A", c"B", c"C"];
@@ -221,13 +255,13 @@ const NAMES: [&CStr; 4] = [c"f", c"g", c"h", c"sub"];
 
 impl World {
     fn new(place: &Path, seed: u64, config: Config) -> Rc<Self> {
-        let (share, queue) = leased(place, config, 1000);
+        let (share, ears) = leased(place, config, 1000);
         for dir in DIRS.iter().map(|dir| dir.to_str().unwrap()).chain(["out"]) {
             fs::create_dir(share.dir.path().join(dir)).unwrap();
         }
         Rc::new(Self {
             share,
-            queue,
+            ears,
             guest: RefCell::default(),
             host: RefCell::new(Host::start()),
             random: RefCell::new(Random(seed * 0x9e37_79b9 + 1)),
@@ -272,33 +306,43 @@ impl World {
                 self.host();
                 self.settle();
             }
-            4 => self.queue.hold(true),
-            5 => self.queue.hold(false),
+            4 => self.ears.hold(true),
+            5 => self.ears.hold(false),
             6 => self.take(),
             _ => {}
         }
     }
 
-    /// The guest handles what it was told.
+    /// The agent repeats what it has heard of.
     fn take(&self) {
         if *self.locked.borrow() {
             return;
         }
-        let told = std::mem::take(&mut *self.queue.told.lock());
+        let told = std::mem::take(&mut *self.ears.told.lock());
         self.guest.borrow_mut().handle(told);
     }
 
-    /// Waits until the watch has taken up all changes.
-    fn settle(&self) {
-        self.queue.hold(false);
-        *self.markers.borrow_mut() += 1;
-        let marker = format!("marker{}", self.markers.borrow());
-        assert!(self.host.borrow_mut().run("mkdir", &[&self.share.dir.path().join(&marker)], ""));
-        let last = Told::Entry(ROOT_ID, CString::new(marker).unwrap());
-        let mut told = self.queue.told.lock();
-        while !told.contains(&last) {
-            let timed_out = self.queue.changed.wait_for(&mut told, LONG).timed_out();
-            assert!(!timed_out, "the watch says nothing");
+    /// Waits until the agent has heard of all changes. Whether none was lost.
+    fn settle(&self) -> bool {
+        let lost = || self.share.fs.agents.facts().counts.lost;
+        let before = lost();
+        self.ears.hold(false);
+        loop {
+            *self.markers.borrow_mut() += 1;
+            let marker = format!("marker{}", self.markers.borrow());
+            let first = lost();
+            assert!(self.host.borrow_mut().run("mkdir", &[&self.share.dir.path().join(&marker)], ""));
+            let start = std::time::Instant::now();
+            let mut told = self.ears.told.lock();
+            while lost() == first {
+                if told.iter().any(|change| is_at(change, ROOT_ID, &marker)) {
+                    return lost() == before;
+                }
+                // A loss may come without a word.
+                self.ears.changed.wait_for(&mut told, Duration::from_millis(10));
+                assert!(start.elapsed() < LONG, "the watch says nothing");
+            }
+            // The marker may be among what was lost.
         }
     }
 
@@ -413,7 +457,7 @@ impl World {
         }
     }
 
-    /// The guest creates a file, writes to it, and closes it without a message.
+    /// The guest creates a file, writes to it, and closes it.
     fn create(&self, sent: u64, dir: u64, name: &CStr) {
         let create = CreateIn { flags: libc::O_RDWR as u32, mode: 0o644, ..Default::default() };
         let made: Result<CreateOut> = answered(|reply| self.share.fs.create(dir, name, &create, &me(), reply));
@@ -426,11 +470,8 @@ impl World {
         let node = entry.nodeid;
         let written = self.share.write(node, open.fh, 0, b"guest", 0, libc::O_RDWR);
         self.guest.borrow_mut().attrs.remove(&node);
-        // The host may have removed it.
-        assert!(matches!(written, Ok(5) | Err(Errno::STALE)), "{written:?}");
-        if open.fh != 0 {
-            self.share.fs.release(node, &ReleaseIn { fh: open.fh, ..Default::default() }).unwrap();
-        }
+        assert_eq!(written, Ok(5));
+        self.share.fs.release(node, &ReleaseIn { fh: open.fh, ..Default::default() }).unwrap();
     }
 
     /// The guest forgets a node that it has no name of.
@@ -524,7 +565,7 @@ fn a_guest_with_leases_knows_nothing_stale() {
 }
 
 #[test]
-fn lost_events_end_all_leases() {
+fn lost_events_end_the_leases_of_all_nodes() {
     for place in places() {
         let world = World::new(&place, 1, Config::default());
         let path = |name: &str| world.share.dir.path().join(name);
@@ -548,21 +589,16 @@ fn lost_events_end_all_leases() {
         let most = fs::read_to_string("/proc/sys/fs/fanotify/max_queued_events").unwrap();
         let most: u32 = most.trim().parse().unwrap();
         // The watch's thread stands still in its first event. What comes after the queue is full is lost.
-        world.queue.hold(true);
+        world.ears.hold(true);
         for n in 0..most + 1000 {
             assert!(world.host.borrow_mut().run("mkdir", &[&path(&format!("B/n{n}"))], ""));
         }
         let mut host = world.host.borrow_mut();
         assert!(host.run("append", &[&path("A/f")], "2") && host.run("chmod", &[&path("C/f")], "600"));
-        assert!(host.run("rename", &[&path("A/g"), &path("out/g")], "") && host.run("write", &[&path("A/h")], ""));
+        assert!(host.run("rename", &[&path("A/g"), &path("out/g")], ""));
         assert!(host.run("remove", &[&path("B/f")], ""));
         drop(host);
-        world.queue.hold(false);
-        let mut told = world.queue.told.lock();
-        while !told.contains(&Told::Epoch) {
-            assert!(!world.queue.changed.wait_for(&mut told, LONG).timed_out(), "nobody says that events were lost");
-        }
-        drop(told);
+        assert!(!world.settle(), "nobody says that events were lost");
         world.check(1);
         look();
         world.check(1);
@@ -588,7 +624,7 @@ fn leases_need_a_watch() {
     const L: u64 = LEASE.as_secs();
     for place in places() {
         // The share's own directory, and one of the two directories in it.
-        let (s, queue) = leased(&place, Config::default(), 2);
+        let (s, ears) = leased(&place, Config::default(), 2);
         for name in ["a", "b"] {
             fs::create_dir(s.dir.path().join(name)).unwrap();
             s.put(&format!("{name}/f"), b"1");
@@ -604,15 +640,12 @@ fn leases_need_a_watch() {
         assert_eq!(s.fs.lookup(b.nodeid, c"missing").err(), Some(Errno::NOENT));
         assert_eq!(s.fs.getattr(af.nodeid, None).unwrap().attr_valid, L);
         assert_eq!(s.fs.getattr(bf.nodeid, None).unwrap().attr_valid, 1);
-        assert_eq!([&a, &b, &af, &bf].map(|out| out.attr.flags & ATTR_LEASED != 0), [true, false, true, false]);
         // Out of what is watched, and back.
-        queue.clear();
+        ears.told.lock().clear();
         s.fs.rename(a.nodeid, c"f", b.nodeid, c"g", 0, &me()).unwrap();
-        // The watch's own thread may have told the second before.
-        let told = queue.told.lock().clone();
-        for expected in [Told::Entry(b.nodeid, c"g".into()), Told::Inode(af.nodeid, true)] {
-            assert!(told.contains(&expected), "{expected:?} in {told:?}");
-        }
+        // The watch's own thread may tell the second.
+        ears.hears("its name", |change| change.has(ops::REFRESH) && is_at(change, b.nodeid, "g"));
+        ears.hears("the file", |change| change.has(ops::REFRESH) && change.node == af.nodeid);
         assert_eq!(s.fs.getattr(af.nodeid, None).unwrap().attr_valid, 1);
         s.fs.rename(b.nodeid, c"g", a.nodeid, c"h", 0, &me()).unwrap();
         assert_eq!(s.fs.getattr(af.nodeid, None).unwrap().attr_valid, L);
@@ -627,7 +660,7 @@ fn leases_need_a_watch() {
 #[test]
 fn a_file_with_several_links_is_marked_itself() {
     const L: u64 = LEASE.as_secs();
-    let (s, queue) = leased(&std::env::temp_dir(), Config::default(), 100);
+    let (s, ears) = leased(&std::env::temp_dir(), Config::default(), 100);
     let path = |name: &str| s.dir.path().join(name);
     fs::create_dir(path("out")).unwrap();
     make(&path("f"));
@@ -635,16 +668,13 @@ fn a_file_with_several_links_is_marked_itself() {
     let f = s.lookup(c"f").unwrap();
     assert_eq!(valid(&f), (L, L));
     Host::start().run("append", &[&path("out/g")], "x");
-    let mut told = queue.told.lock();
-    while !told.contains(&Told::Inode(f.nodeid, true)) {
-        assert!(!queue.changed.wait_for(&mut told, LONG).timed_out());
-    }
+    ears.hears("a write by the other link", |change| change.has(ops::CONTENTS) && change.node == f.nodeid);
 }
 
 #[test]
 fn what_was_read_before_the_mark_is_read_again() {
     const L: u64 = LEASE.as_secs();
-    let (s, _queue) = leased(&std::env::temp_dir(), Config::default(), 100);
+    let (s, _ears) = leased(&std::env::temp_dir(), Config::default(), 100);
     let path = |name: &str| s.dir.path().join(name);
     fs::create_dir(path("out")).unwrap();
     fs::create_dir(path("d")).unwrap();
@@ -681,7 +711,7 @@ fn what_was_read_before_the_mark_is_read_again() {
 #[test]
 fn a_name_is_looked_at_after_its_directory_is_watched() {
     const L: u64 = LEASE.as_secs();
-    let (s, _queue) = leased(&std::env::temp_dir(), Config::default(), 100);
+    let (s, _ears) = leased(&std::env::temp_dir(), Config::default(), 100);
     let path = |name: &str| s.dir.path().join(name);
     make(&path("f"));
     make(&path("g"));
@@ -714,7 +744,7 @@ fn a_name_is_looked_at_after_its_directory_is_watched() {
 #[test]
 fn attributes_of_set_id_programs_are_not_leased() {
     let config = Config { killpriv_v2: Some(true), ..Config::default() };
-    let (s, _queue) = leased(&std::env::temp_dir(), config, 100);
+    let (s, _ears) = leased(&std::env::temp_dir(), config, 100);
     s.put("f", b"program");
     fs::set_permissions(s.dir.path().join("f"), fs::Permissions::from_mode(0o4755)).unwrap();
     // The host clears the bit at the guest's writes, and tells nobody.
@@ -725,13 +755,13 @@ fn attributes_of_set_id_programs_are_not_leased() {
 fn a_file_that_is_swapped_while_it_is_found_has_no_lease() {
     const L: u64 = LEASE.as_secs();
     let config = Config { inode_file_handles: FileHandles::Never, ..Config::default() };
-    let (s, queue) = leased(&std::env::temp_dir(), config, 100);
+    let (s, ears) = leased(&std::env::temp_dir(), config, 100);
     let [f, g] = ["f", "g"].map(|name| s.dir.path().join(name));
     make(&f);
     make(&g);
     // The directory is marked from now on. The event of the swap is not handled before the reply.
     assert_eq!(s.lookup(c"missing").unwrap().entry_valid, L);
-    queue.hold(true);
+    ears.hold(true);
     let (host, done) = (RefCell::new(Host::start()), RefCell::new(false));
     HOOK.set(Some(Rc::new(move |point| {
         if point == Point::BeforeTable && !done.replace(true) {
@@ -740,259 +770,86 @@ fn a_file_that_is_swapped_while_it_is_found_has_no_lease() {
     })));
     // A listing opens no file. When the daemon asks by which handle events name the first, the name leads to the other.
     let mut list = List { room: 100, ..List::default() };
-    s.fs.readdirplus(ROOT_ID, 0, 0, &mut list).unwrap();
+    let fh = s.fs.opendir(ROOT_ID, 0).unwrap().fh;
+    s.fs.readdirplus(ROOT_ID, fh, 0, &mut list).unwrap();
     HOOK.set(None);
-    queue.hold(false);
+    ears.hold(false);
     let found = &list.entries.iter().find(|(_, out)| out.nodeid > ROOT_ID).unwrap().1;
     assert_eq!(valid(found), (L, 1));
 }
 
 #[test]
-fn a_session_without_the_queue_has_no_leases() {
-    let (s, queue) = leased(&std::env::temp_dir(), Config::default(), 100);
+fn without_an_agent_nothing_is_leased_or_marked() {
+    let config = || Config { lease_timeout: LEASE, ..Config::default() };
+    let (s, ears) = serve_watched(&std::env::temp_dir(), config(), 100);
+    s.fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM).unwrap();
     s.put("f", b"1");
-    queue.closed.store(true, Ordering::SeqCst);
-    s.fs.destroy();
-    let session = s.fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM).unwrap();
-    assert!(!session.flags.contains(InitFlags::LEASES));
-    assert_eq!(valid(&s.lookup(c"f").unwrap()), (1, 1));
-    assert_eq!(s.lookup(c"missing").err(), Some(Errno::NOENT));
-    // A guest with the queue that knows no leases is told, and keeps its timeouts.
-    queue.closed.store(false, Ordering::SeqCst);
-    s.fs.destroy();
-    s.fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM - InitFlags::LEASES).unwrap();
+    let marked = || s.fs.watched().unwrap().marks;
     let f = s.lookup(c"f").unwrap();
-    assert_eq!((valid(&f), f.attr.flags & ATTR_LEASED), ((1, 1), 0));
-    assert!(crate::fs::file_id(CWD, &c_path(&s.dir.path().join("f"))).is_ok());
+    assert_eq!((valid(&f), marked()), ((1, 1), 0));
+    assert_eq!(s.lookup(c"missing").err(), Some(Errno::NOENT));
+    // It learns of what the guest knows already.
+    let marker = ears.register(&s.fs);
+    assert_eq!(marked(), 1);
     Host::start().run("append", &[&s.dir.path().join("f")], "x");
-    let mut told = queue.told.lock();
-    while !told.contains(&Told::Inode(f.nodeid, true)) {
-        assert!(!queue.changed.wait_for(&mut told, LONG).timed_out());
-    }
+    ears.hears("a write", |change| change.has(ops::CONTENTS) && change.node == f.nodeid);
+    assert_eq!(s.lookup(c"missing").unwrap().entry_valid, LEASE.as_secs());
+    s.fs.agents.forgot(marker);
+    assert_eq!(s.lookup(c"missing").err(), Some(Errno::NOENT));
+    // What the guest forgets meanwhile is not watched for the next one.
+    let nodes = || s.fs.watched().unwrap().nodes;
+    let before = nodes();
+    s.fs.forget(f.nodeid, 2);
+    assert_eq!(nodes(), before - 1);
+    // The session ends, and with it the agent.
+    ears.register(&s.fs);
+    s.fs.destroy();
+    s.fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM).unwrap();
+    assert_eq!((valid(&s.lookup(c"f").unwrap()), marked()), ((1, 1), 0));
 }
 
 #[test]
 fn leases_follow_the_cache_mode() {
-    let flags = |config: Config| {
-        let (s, _queue) = leased(&std::env::temp_dir(), config, 100);
+    let valid = |config: Config, lease_timeout| {
+        let (s, ears) = serve_watched(&std::env::temp_dir(), Config { lease_timeout, ..config }, 100);
+        s.fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM).unwrap();
+        ears.register(&s.fs);
         s.put("f", b"1");
-        let f = s.lookup(c"f").unwrap();
-        (f.entry_valid, f.attr.flags & ATTR_LEASED != 0)
+        // Its events are repeated in any case.
+        assert!(s.fs.watch().unwrap().is_marked(ROOT_ID));
+        (s.lookup(c"f").unwrap().entry_valid, s.lookup(c"missing").map_or(0, |out| out.entry_valid))
     };
     let cache = |cache| Config { cache, ..Config::default() };
-    use CachePolicy::{Always, Auto, Metadata};
-    assert_eq!(flags(cache(Auto)), (LEASE.as_secs(), true));
-    assert_eq!(flags(cache(Always)), (86400, true));
-    assert_eq!(flags(cache(Metadata)), (86400, false));
+    use CachePolicy::{Always, Auto, Metadata, Never};
+    const L: u64 = LEASE.as_secs();
+    assert_eq!(valid(cache(Always), LEASE), (86400, L));
+    assert_eq!(valid(cache(Metadata), LEASE), (86400, L));
+    assert_eq!(valid(cache(Never), LEASE), (0, 0));
+    assert_eq!(valid(cache(Auto), Duration::ZERO), (1, 0));
     let others = [
+        cache(Auto),
         Config { writeback: true, ..cache(Auto) },
         Config { flock: true, ..cache(Auto) },
         Config { posix_lock: true, ..cache(Auto) },
     ];
     for config in others {
-        assert_eq!(flags(config), (LEASE.as_secs(), false));
+        assert_eq!(valid(config, LEASE), (L, L));
     }
-}
-
-#[test]
-fn a_leased_node_is_read_without_an_open() {
-    let (s, _queue) = leased(&std::env::temp_dir(), Config::default(), 100);
-    s.put("f", b"data");
-    let read = || {
-        let node = s.lookup(c"f").unwrap().nodeid;
-        let mut list = List { room: 100, ..List::default() };
-        (s.read(node, 0, 0, 10), s.fs.readdirplus(ROOT_ID, 0, 0, &mut list).map(|()| list.entries.len()))
-    };
-    assert_eq!(read(), (Ok(b"data".to_vec()), Ok(3)));
-    // Without leases the guest must have opened it.
-    s.fs.destroy();
-    s.fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM - InitFlags::LEASES).unwrap();
-    assert_eq!(read(), (Err(Errno::BADF), Err(Errno::BADF)));
-}
-
-#[test]
-fn some_sessions_have_no_leases() {
-    let never = Config { cache: CachePolicy::Never, ..Config::default() };
-    for (config, lease_timeout) in [(never, LEASE), (Config::default(), Duration::ZERO)] {
-        let (s, _queue) = serve_watched(&std::env::temp_dir(), Config { lease_timeout, ..config }, 100);
-        let session = s.fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM).unwrap();
-        assert!(!session.flags.contains(InitFlags::LEASES));
-    }
-}
-
-#[test]
-fn without_leases_only_what_programs_watch_is_marked() {
-    let config = Config { lease_timeout: Duration::ZERO, ..Config::default() };
-    let (s, _queue) = serve_watched(&std::env::temp_dir(), config, 100);
-    s.fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM).unwrap();
-    s.put("f", b"1");
-    let f = s.lookup(c"f").unwrap().nodeid;
-    s.fs.getattr(f, None).unwrap();
-    s.fs.getattr(ROOT_ID, None).unwrap();
-    let marked = || [ROOT_ID, f].map(|node| s.fs.watch().unwrap().is_marked(node));
-    assert_eq!(marked(), [false, false]);
-    s.fs.watch_node(f, libc::FAN_MODIFY as u32).unwrap();
-    assert_eq!(marked(), [false, true]);
 }
 
 #[test]
 fn a_file_system_that_cannot_be_watched_has_timeouts() {
-    let (s, queue) = leased(&std::env::temp_dir(), Config::default(), 100);
+    let config = Config { lease_timeout: LEASE, ..Config::default() };
+    let (s, ears) = serve_watched(&std::env::temp_dir(), config, 100);
     let dev = fs::metadata(s.dir.path()).unwrap().dev();
     s.fs.hosts.pretend(dev, HostFs::default());
+    s.fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM).unwrap();
+    ears.register(&s.fs);
     s.put("f", b"1");
     let f = s.lookup(c"f").unwrap();
-    assert_eq!((valid(&f), f.attr.flags & ATTR_LEASED), ((1, 1), 0));
+    assert_eq!(valid(&f), (1, 1));
     assert_eq!(s.fs.getattr(f.nodeid, None).unwrap().attr_valid, 1);
     assert_eq!(s.lookup(c"missing").err(), Some(Errno::NOENT));
-    assert!(queue.told.lock().is_empty());
-}
-
-#[test]
-fn an_open_of_an_immutable_file_takes_a_message() {
-    let (s, _queue) = leased(&std::env::temp_dir(), Config::default(), 100);
-    for (name, flag) in [("i", IFlags::IMMUTABLE), ("a", IFlags::APPEND), ("n", IFlags::NODUMP)] {
-        s.put(name, b"1");
-        let file = fs::File::open(s.dir.path().join(name)).unwrap();
-        let before = ioctl_getflags(&file).unwrap_or(IFlags::empty());
-        if ioctl_setflags(&file, before | flag).is_err() {
-            return eprintln!("skipped: it needs root, and a file system with such flags");
-        }
-        let f = s.lookup(&CString::new(name).unwrap()).unwrap();
-        let (asked, valid) = (s.fs.getattr(f.nodeid, None).unwrap(), valid(&f));
-        ioctl_setflags(&file, before).unwrap();
-        let free = flag == IFlags::NODUMP;
-        assert_eq!((f.attr.flags & ATTR_LEASED != 0, asked.attr.flags & ATTR_LEASED != 0), (free, free), "{name}");
-        assert_eq!(valid, (LEASE.as_secs(), LEASE.as_secs()));
-    }
-}
-
-fn create(s: &Share, name: &CStr, flags: i32, mode: u32) -> CreateOut {
-    let create = CreateIn { flags: flags as u32, mode, ..Default::default() };
-    answered(|reply| s.fs.create(ROOT_ID, name, &create, &me(), reply)).unwrap()
-}
-
-fn has_handle(open: &OpenOut) -> bool {
-    let leased = open.open_flags & OpenFlags::LEASED.bits() != 0;
-    assert_eq!(open.fh == 0, leased);
-    !leased
-}
-
-/// Closes all spare descriptors that are not in use.
-fn sweep(s: &Share) {
-    (0..2).for_each(|_| s.fs.places.kept.sweep());
-}
-
-/// Whether nobody has the file open for writing, as a host that executes it needs.
-fn is_unwritten(s: &Share, name: &str) -> bool {
-    crate::fs::sys::is_unwritten(fs::File::open(s.dir.path().join(name)).unwrap().as_fd())
-}
-
-#[test]
-fn an_open_for_writing_leaves_no_handle() {
-    if !root() {
-        return;
-    }
-    for inode_file_handles in [FileHandles::Never, FileHandles::Prefer] {
-        let (s, _queue) = leased(&std::env::temp_dir(), Config { inode_file_handles, ..Config::default() }, 100);
-        // Its owner's mode forbids what the guest does.
-        let made = create(&s, c"f", libc::O_WRONLY | libc::O_EXCL, 0o400);
-        let node = made.entry.nodeid;
-        assert!(!has_handle(&made.open));
-        for round in 0..2 {
-            for flags in [libc::O_WRONLY, libc::O_RDWR, libc::O_WRONLY | libc::O_APPEND, libc::O_RDWR | libc::O_SYNC] {
-                assert!(!has_handle(&open(&s.fs, node, flags).unwrap()), "{flags:x}");
-            }
-            assert_eq!(s.write(node, 0, 0, b"0123", 0, libc::O_WRONLY), Ok(4));
-            assert_eq!(s.write(node, 0, 0, b"+", 0, libc::O_WRONLY | libc::O_APPEND), Ok(1));
-            assert_eq!(s.read(node, 0, 0, 9).unwrap(), [b"0123+".as_slice(), b"0123++"][round]);
-            sweep(&s);
-        }
-        assert!(!has_handle(&open(&s.fs, node, libc::O_WRONLY | libc::O_TRUNC).unwrap()));
-        assert_eq!(s.host("f"), b"");
-        // Once nobody uses it, no descriptor is left.
-        sweep(&s);
-        assert!(is_unwritten(&s, "f"));
-        // An open for reading is one that the guest cannot do by itself.
-        let reads = open(&s.fs, node, libc::O_RDONLY).unwrap();
-        assert!(has_handle(&reads));
-        assert_eq!(s.fs.release(node, &ReleaseIn { fh: reads.fh, ..Default::default() }), Ok(()));
-        assert!(has_handle(&create(&s, c"g", libc::O_RDONLY, 0o600).open));
-    }
-}
-
-#[test]
-fn what_the_guest_removes_stays_open() {
-    if !root() {
-        return;
-    }
-    for inode_file_handles in [FileHandles::Never, FileHandles::Prefer] {
-        let (s, _queue) = leased(&std::env::temp_dir(), Config { inode_file_handles, ..Config::default() }, 100);
-        let removed = create(&s, c"removed", libc::O_RDWR, 0o600).entry.nodeid;
-        let replaced = create(&s, c"replaced", libc::O_RDWR, 0o600).entry.nodeid;
-        s.put("over", b"over");
-        let tmpfile = CreateIn { flags: libc::O_RDWR as u32, mode: 0o600, ..Default::default() };
-        let unnamed: CreateOut = answered(|reply| s.fs.tmpfile(ROOT_ID, &tmpfile, &me(), reply)).unwrap();
-        assert!(!has_handle(&unnamed.open));
-        sweep(&s);
-        s.fs.unlink(ROOT_ID, c"removed").unwrap();
-        s.fs.rename(ROOT_ID, c"over", ROOT_ID, c"replaced", 0, &me()).unwrap();
-        for node in [removed, replaced, unnamed.entry.nodeid] {
-            sweep(&s);
-            assert_eq!(s.write(node, 0, 0, b"data", 0, libc::O_RDWR), Ok(4));
-            sweep(&s);
-            assert_eq!(s.read(node, 0, 0, 9).unwrap(), b"data");
-            assert_eq!(s.fs.getattr(node, Some(0)).unwrap().attr.nlink, 0);
-        }
-    }
-}
-
-#[test]
-fn a_program_has_a_handle_and_no_descriptor_of_it_is_left() {
-    if !root() {
-        return;
-    }
-    for inode_file_handles in [FileHandles::Never, FileHandles::Prefer] {
-        let (s, _queue) = leased(&std::env::temp_dir(), Config { inode_file_handles, ..Config::default() }, 100);
-        let program = create(&s, c"p", libc::O_RDWR, 0o755);
-        assert!(has_handle(&program.open));
-        let release = ReleaseIn { fh: program.open.fh, ..Default::default() };
-        s.fs.release(program.entry.nodeid, &release).unwrap();
-        assert!(is_unwritten(&s, "p"));
-        // As a linker does it.
-        let node = create(&s, c"q", libc::O_RDWR, 0o600).entry.nodeid;
-        s.write(node, 0, 0, b"data", 0, libc::O_RDWR).unwrap();
-        assert!(!is_unwritten(&s, "q"));
-        let set = SetattrIn { valid: SetattrValid::MODE.bits(), mode: 0o755, ..Default::default() };
-        s.fs.setattr(node, &set).unwrap();
-        assert!(is_unwritten(&s, "q"));
-        // The guest still has it open.
-        assert_eq!(s.write(node, 0, 4, b"more", 0, libc::O_RDWR), Ok(4));
-        assert!(is_unwritten(&s, "q"));
-        assert_eq!(s.read(node, 0, 0, 9).unwrap(), b"datamore");
-    }
-}
-
-#[test]
-fn only_a_guest_with_leases_has_no_handles() {
-    let made = |config: Config, leases: bool| {
-        let (s, _queue) = leased(&std::env::temp_dir(), config, 100);
-        if !leases {
-            s.fs.destroy();
-            s.fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM - InitFlags::LEASES).unwrap();
-        }
-        has_handle(&create(&s, c"f", libc::O_RDWR, 0o600).open)
-    };
-    let cache = |cache| Config { cache, no_open: NoOpen::Never, ..Config::default() };
-    use CachePolicy::{Always, Auto, Metadata};
-    assert_eq!([cache(Auto), cache(Always)].map(|config| made(config, true)), [!root(); 2]);
-    for config in [
-        cache(Metadata),
-        Config { writeback: true, ..cache(Auto) },
-        Config { flock: true, ..cache(Auto) },
-        Config { posix_lock: true, ..cache(Auto) },
-    ] {
-        assert!(made(config, true));
-    }
-    assert!(made(cache(Auto), false));
+    // A new agent looks at everything. It is told of no change.
+    assert!(ears.told.lock().iter().all(|change| change.has(ops::REFRESH)));
 }

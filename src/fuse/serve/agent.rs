@@ -412,7 +412,6 @@ const fn only_reads(opcode: Opcode) -> bool {
             | Opcode::Interrupt
             | Opcode::Setupmapping
             | Opcode::Removemapping
-            | Opcode::FsnotifyWatch
     )
 }
 

@@ -133,14 +133,6 @@ impl<F: FileSystem> Server<F> {
                 Ok(())
             }
 
-            Opcode::FsnotifyWatch => {
-                if !self.has(InitFlags::FSNOTIFY) {
-                    return Err(Errno::NOSYS);
-                }
-                let args: FsnotifyWatchIn = request.take()?;
-                fs.watch_events(node, args.mask)
-            }
-
             Opcode::Setupmapping => fs.setupmapping(node, &request.take()?, reply),
             Opcode::Removemapping => {
                 let args: RemovemappingIn = request.take()?;
