@@ -118,6 +118,80 @@ def names_are_swapped():
     equal(sorted(os.listdir("w")), ["fifo", "file", "link", "other", "target"])
 
 
+def programs_start():
+    """While the host writes to a program that the guest starts: nobody has it open for writing in the guest."""
+    host("mkdir p && cp /bin/true p/true")
+    os.stat("p/true")
+
+    def start():
+        subprocess.run([f"{S}/p/true"], check=True)
+
+    with Busy(start, "start") as busy:
+        for turn in range(20):
+            rounds = busy.rounds()
+            host("for n in 1 2 3 4 5; do touch p/true; chmod 755 p/true; dd if=/bin/true of=p/true conv=notrunc status=none; done")
+            while busy.rounds() < rounds + 2:
+                time.sleep(0.001)
+    is_alive()
+
+
+def dirty_data_stays():
+    """Stores to a mapping, while the host changes the file's attributes and another part of it."""
+    host("mkdir m && truncate -s 1M m/file")
+    with mapped("m/file", 1 << 20, writable=True) as view:
+
+        def store():
+            # Of the first half. The host writes to the other one.
+            number = int.from_bytes(view[0:8], "little") + 1
+            for at in range(0, 512 << 10, 32 << 10):
+                assert not number % 100 or int.from_bytes(view[at : at + 8], "little") == number - 1, f"a store to {at} is lost"
+                view[at : at + 8] = number.to_bytes(8, "little")
+
+        with Busy(store, "store") as busy:
+            for turn in range(20):
+                rounds = busy.rounds()
+                host("for n in 1 2 3 4 5; do chmod 640 m/file; touch -a m/file; chmod 644 m/file; done")
+                while busy.rounds() < rounds + 3:
+                    time.sleep(0.001)
+        last = int.from_bytes(view[0:8], "little")
+        view.flush()
+    equal(host("od -A n -t u8 -N 8 -j 491520 m/file").strip(), str(last))
+
+
+def a_watch_outlives_a_name():
+    """A file that has got another name is not gone with the first one."""
+    DELETE_SELF = 0x400
+    host("mkdir l && touch l/one")
+    equal(os.stat("l/one").st_nlink, 1)
+    watcher = oracle.Watcher(["l/one"], DELETE_SELF | oracle.ATTRIB)
+    host("ln l/one l/two && rm l/one")
+    seen("the name is gone", lambda: sorted(os.listdir("l")), ["two"])
+    is_status(waiting=0)
+    equal(os.stat("l/two").st_nlink, 1)
+    ready, _, _ = select.select([watcher.fd], [], [], 0)
+    equal([mask for _, mask, _, _ in watcher.now() if mask & DELETE_SELF] if ready else [], [])
+    host("rm l/two")
+    gone = False
+    while not gone:
+        wait(watcher.fd)
+        gone = any(mask & DELETE_SELF for _, mask, _, _ in watcher.now())
+    os.close(watcher.fd)
+
+
+def a_tree_goes():
+    """rm -r: each directory that is watched hears of what was in it."""
+    host("mkdir -p t/x/y && touch t/x/y/file")
+    watcher = oracle.Watcher(["t", "t/x", "t/x/y"])
+    host(f"rm -r t/x && touch t/{oracle.SENTINEL}-t")
+    events = []
+    while ("t", oracle.CREATE, f"{oracle.SENTINEL}-t") not in events:
+        wait(watcher.fd)
+        events += [(directory, mask, name) for directory, mask, _, name in watcher.now()]
+    gone = [event for event in events if event[1] & oracle.DELETE]
+    equal(gone, [("t/x/y", oracle.DELETE, "file"), ("t/x", oracle.DELETE | oracle.ISDIR, "y"), ("t", oracle.DELETE | oracle.ISDIR, "x")])
+    os.close(watcher.fd)
+
+
 def a_second_one():
     """Each change is repeated once, by one of two, and by the second if the first is killed."""
     global agent
@@ -262,6 +336,26 @@ def many_changes():
     print(f"ok {MANY} files, the last event {took:.1f} s after the last", flush=True)
 
 
+def many_that_nobody_watches():
+    """The kernel only looks at them: one message for each new file."""
+    host("mkdir quiet quiet/in quiet/links && touch quiet/in/old && for n in 1 2 3 4 5 6 7 8; do touch quiet/links/a$n; ln quiet/links/a$n quiet/links/b$n; done")
+    equal(os.listdir("quiet/in"), ["old"])
+    pairs = range(1, 9)
+    equal([os.stat(f"quiet/links/{name}{n}").st_nlink for n in pairs for name in "ab"], [2] * 16)
+    assert not os.path.exists("quiet/in/7")
+    asked = lambda: host_number("requests s Create Mknod Open")
+    before = asked()
+    # Of two names of a file, one goes or is another.
+    host("cd quiet/in && seq 1000 | xargs touch && echo more >>old; cd ../links; rm a1 b2 a3 b4; mv a5 c5; mv b6 c6; mv a7 b5; mv b8 a6")
+    seen("a name", lambda: os.path.exists("quiet/in/7"), True)
+    is_status(on=True, waiting=0)
+    equal((len(os.listdir("quiet/in")), read("quiet/in/old")), (1001, b"more\n"))
+    left = [f"{name}{n}" for n in pairs for name in "abc" if os.path.exists(f"quiet/links/{name}{n}")]
+    equal(left, ["b1", "a2", "b3", "a4", "b5", "c5", "a6", "c6", "b7", "a8"])
+    # The first batches may be small.
+    assert asked() - before < 500, f"{asked() - before} messages make files"
+
+
 def by_a_daemon_that_only_reads():
     """With --readonly, and a share that is mounted rw."""
     mount("ro")
@@ -297,8 +391,13 @@ def main():
     steps(
         (mounts_stay,),
         (many_changes,),
+        (many_that_nobody_watches,),
         (by_a_daemon_that_only_reads,),
         (names_are_swapped,),
+        (programs_start,),
+        (dirty_data_stays,),
+        (a_watch_outlives_a_name,),
+        (a_tree_goes,),
         (mounted_read_only,),
         (in_another_namespace,),
         (many_shares,),

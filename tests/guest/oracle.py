@@ -36,18 +36,23 @@ class Watcher:
         events, left = [], {(directory, sentinels) for directory in self.paths.values()}
         while left:
             wait(self.fd)
-            data, at = os.read(self.fd, 1 << 20), 0
-            while at < len(data):
-                descriptor, mask, cookie, length = struct.unpack_from("iIII", data, at)
-                assert not mask & OVERFLOW, "inotify's own queue is full"
-                name = data[at + 16 : at + 16 + length].rstrip(b"\0").decode()
-                at += 16 + length
-                directory = self.paths[descriptor]
+            for directory, mask, cookie, name in self.now():
                 if name.startswith(SENTINEL):
                     if mask & CREATE:
                         left.discard((directory, name))
                 elif not mask & IGNORED:
                     events.append((directory, mask, cookie, name))
+        return events
+
+    def now(self):
+        """The events that there are now, or the next ones."""
+        data, at, events = os.read(self.fd, 1 << 20), 0, []
+        while at < len(data):
+            descriptor, mask, cookie, length = struct.unpack_from("iIII", data, at)
+            assert not mask & OVERFLOW, "inotify's own queue is full"
+            name = data[at + 16 : at + 16 + length].rstrip(b"\0").decode()
+            at += 16 + length
+            events.append((self.paths[descriptor], mask, cookie, name))
         return events
 
 

@@ -1,11 +1,41 @@
-# shellcheck shell=bash disable=SC2034,SC2154  # variables of inotify_case and caching, which stand in other files
+# shellcheck shell=bash disable=SC2154  # lib.sh sets them, and other cases' files
 # The guest agent in stock guests, on an ordinary device.
 
-# What inotify_uml does.
+# inotify_case SCRIPT GUESTS BOOT-ARGUMENT...: with $files changed files, boots guests on one directory, each with its own daemon. Guest a has the host change it.
+inotify_case() {
+    local script=$1 guests=$2 role pids=()
+    shift 2
+    with_agent
+    make_share share
+    make_share meet
+    mkdir "$work/share"/{d,e,many,old,new}
+    echo content >"$work/share/f"
+    : >"$work/share/log"
+    for role in $guests; do
+        start_daemon "s@$role" "$work/share"
+        start_daemon "meet@$role" "$work/meet" --cache=never
+        # 600 s: a busy machine is slow.
+        "$boot" --log-dir "$work/$role.logs" --ro-dir "$guest_dir" --timeout 600 --no-mount "$@" \
+            --fs "s=$work/sockets/s@$role" --fs "meet=$work/sockets/meet@$role" "$guest_dir/$script" "$role" "$files" &
+        pids+=($!)
+    done
+    answer_guest a "${pids[0]}"
+    # If a has failed, b waits for it in vain.
+    for role in "${pids[@]}"; do wait "$role" || fail "a guest missed events"; done
+    for role in $guests; do logs_are_clean "$work/$role.logs"; done
+    logs_are_clean "$work/daemons.logs"
+}
+
 case_inotify_agent_uml() {
     local files=1000
-    with_agent
     inotify_case inotify.py "a b" --kind uml
+}
+
+# Programs that people use to watch files.
+case_agent_programs() {
+    local files=0
+    # Node needs more memory than other guests have.
+    inotify_case watchers.py a --kind uml --mem 1024
 }
 
 # agent_case NAME DAEMON-ARGUMENT...: $agent_boot holds more arguments of boot, $rounds is a number of rounds of random changes.
@@ -83,7 +113,7 @@ case_agent_life() {
     logs_are_clean "$work/daemons.logs"
 }
 
-# What caching_notified does.
+# No timeout ends within the case, so that the guests see what their agents repeat, and nothing else.
 case_caching_agent() {
     with_agent
     caching agent --cache=always --lease-timeout=3600
@@ -92,4 +122,9 @@ case_caching_agent() {
 case_caching_agent_writeback() {
     with_agent
     caching agent-writeback --cache=auto --writeback --lease-timeout=3600
+}
+
+case_functional_agent() {
+    with_agent
+    functional uml --cache=always
 }

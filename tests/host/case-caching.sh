@@ -5,13 +5,7 @@
 stop_guest() { kill -STOP "$(<"$work/a.pid")"; }
 continue_guest() { kill -CONT "$(<"$work/a.pid")"; }
 
-# notifications DAEMON KIND: prints how many of this kind the daemon has sent.
-notifications() {
-    curl --silent --show-error --unix-socket "$work/sockets/$1.control" http://daemon/metrics |
-        awk -F'[" ]' -v kind="$2" '/^thruway_notifications/ && $2 == kind { sum += $NF } END { print sum + 0 }'
-}
-
-# caching MODE DAEMON-ARGUMENT...: two guests on one directory, each with its own daemon. Guest a looks. $kind is that of boot.
+# caching MODE DAEMON-ARGUMENT...: two guests on one directory, each with its own daemon. Guest a looks.
 caching() {
     local mode=$1 role pids=() tags
     shift
@@ -25,11 +19,11 @@ caching() {
         tags=(--fs "s=$work/sockets/s@$role" --fs "meet=$work/sockets/meet@$role")
         case $mode$role in
             negativea) start_daemon n@a "$work/share" --negative-timeout=1 ;;
-            notifieda) start_daemon n@a "$work/share" --lease-timeout=2 ;;
+            agenta) start_daemon n@a "$work/share" --lease-timeout=2 ;;
         esac
         [[ $role == b || ! -S $work/sockets/n@a ]] || tags+=(--fs "n=$work/sockets/n@a")
         # 10 minutes: a guest waits 2 minutes for the other, or for what it is promised to see, and 5 for 50,000 changes.
-        "$boot" --kind "${kind:-uml}" --pid-file "$work/$role.pid" --log-dir "$work/$role.logs" --ro-dir "$guest_dir" --timeout 600 --no-mount "${tags[@]}" \
+        "$boot" --kind uml --pid-file "$work/$role.pid" --log-dir "$work/$role.logs" --ro-dir "$guest_dir" --timeout 600 --no-mount "${tags[@]}" \
             "$guest_dir/caching.py" "$role" "$mode" &
         pids+=($!)
     done
@@ -46,16 +40,3 @@ case_caching_always() { caching always --cache=always; }
 case_caching_writeback() { caching writeback --cache=auto --writeback; }
 case_caching_no_open() { caching no-open --cache=auto --no-open=always; }
 case_caching_negative() { caching negative --cache=auto --negative-timeout=86400; }
-
-# The guests have leases. No timeout ends within the case, so that the guest sees what it is told, and nothing else.
-case_caching_notified() {
-    "$root/vm-images/setup.sh" uml-smp
-    kind=uml-smp
-    caching notified --cache=always --lease-timeout=3600
-}
-
-case_caching_notified_writeback() {
-    "$root/vm-images/setup.sh" uml-smp
-    kind=uml-smp
-    caching notified-writeback --cache=auto --writeback --lease-timeout=3600
-}

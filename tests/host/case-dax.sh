@@ -39,15 +39,12 @@ finish_window_guest() {
     window_logs_are_clean "$work/$1.logs"
 }
 
-# The guest may call these: control NAME PATH prints what a daemon's control socket answers; requests NAME [OPCODE]... prints how many requests a daemon got; notifications NAME KIND how many of
-# a kind it has sent; live_mappings how many files QEMU maps.
+# The guest may call these: control NAME PATH prints what a daemon's control socket answers; requests NAME [OPCODE]... prints how many requests a daemon got; live_mappings
+# how many files QEMU maps.
 control() { curl --silent --show-error --unix-socket "$work/sockets/$1.control" "http://daemon/$2"; }
 requests() {
     control "$1" metrics |
         awk -F'[" ]' -v wanted="${*:2}" '/^thruway_requests/ && (!wanted || index(" " wanted " ", " " $2 " ")) { sum += $NF } END { print sum + 0 }'
-}
-notifications() {
-    control "$1" metrics | sed -n "s/^thruway_notifications_total{kind=\"$2\"} //p"
 }
 # Proxy files have no device number. QEMU's other shared mappings are known by their names.
 proxy_mappings() { grep -E ' [r-][w-]-s [^ ]+ 00:' "/proc/$(<"$work/$1.pid")/maps" | grep -vE 'memfd:|anon_inode:| /dev/' || true; }

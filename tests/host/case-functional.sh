@@ -36,9 +36,3 @@ case_functional_no_open_writeback() { functional_no_open --cache=always --writeb
 case_functional_cache_metadata() { functional uml --cache=metadata --allow-mmap; }
 case_functional_writeback() { functional uml --writeback; }
 case_functional_no_readdirplus() { functional uml --no-readdirplus; }
-# The guest has leases, which locks on the host would restrict.
-case_functional_leases() {
-    local everything=(--posix-acl --allow-direct-io --killpriv-v2)
-    "$root/vm-images/setup.sh" uml-smp
-    functional uml-smp
-}

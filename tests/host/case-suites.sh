@@ -73,13 +73,6 @@ case_pjdfstest_no_open() {
     pjdfstest_check no-open
 }
 
-# The guest has leases.
-case_pjdfstest_leases() {
-    "$root/vm-images/setup.sh" uml-smp
-    pjdfstest_run leases uml-smp "$THRUWAY_DAEMON"
-    pjdfstest_check leases
-}
-
 # fsx_case KIND OPERATIONS SEED...: runs fsx in each cache mode.
 fsx_case() {
     local kind=$1 cache arguments=()
@@ -100,11 +93,6 @@ fsx_case() {
 }
 
 case_fsx_uml() { if [[ $SOAK ]]; then fsx_case uml 100000 1 2 3; else fsx_case uml 3000 1; fi; }
-# The guest has leases, with which it trusts what it has written itself.
-case_fsx_leases() {
-    "$root/vm-images/setup.sh" uml-smp
-    if [[ $SOAK ]]; then fsx_case uml-smp 100000 1 2 3; else fsx_case uml-smp 3000 1; fi
-}
 case_fsx_qemu() { if [[ $SOAK ]]; then fsx_case qemu 10000 4; else fsx_case qemu 300 4; fi; }
 
 # 8 MiB for each job splits requests in every possible way. The soak's 128 MiB is more than the guest has in flight.
