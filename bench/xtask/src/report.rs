@@ -111,8 +111,8 @@ To repeat it, run `make bench` as root on a machine that does nothing else, or
 **The contenders.** virtiofsd and thruwayd run with their defaults: cache mode, sandbox, no O_DIRECT. *Pool 0* and *pool
 4* are virtiofsd's `--thread-pool-size`. *DAX* and *passthrough* are thruwayd with `--dax-window` and
 `--passthrough-window`. The DAX window has 512 MiB. For the file of 256 MiB the guest has `dax=always`. For the file of
-1 GiB it has `dax=inode`, the kernel's default, and the daemon leaves the file to messages. *Notified* is thruwayd with
-a guest that has the notification queue, so that it may keep names, attributes and contents for 60 s. *tmpfs* and *ext4*
+1 GiB it has `dax=inode`, the kernel's default, and the daemon leaves the file to messages. *Agent* is thruwayd with the
+guest agent in the guest, so that it may keep names, missing names, attributes and listings for 60 s. *tmpfs* and *ext4*
 are the guest's own file systems, without a daemon.
 
 **The jobs.** The share lies in the host's memory (`/dev/shm`). For builds, small files and changes on the host it is an
