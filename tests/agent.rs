@@ -241,10 +241,16 @@ fn the_agent_changes_nothing_that_it_was_not_asked_for() {
     // An attribute that it sets is not set.
     let mode = SetattrIn { valid: SetattrValid::MODE.bits(), mode: 0o777, ..Default::default() };
     guest.call(AGENT, Opcode::Setattr, kept, &[mode.as_bytes()]).unwrap();
+    // What a program has stored to a mapping is written back by whoever has the page dropped.
+    let open = OpenIn { flags: libc::O_RDWR as u32, open_flags: 0 };
+    let open = guest.call(USER, Opcode::Open, kept, &[open.as_bytes()]).unwrap();
+    let fh = OpenOut::read_from_bytes(&open).unwrap().fh;
+    let stored = WriteIn { fh, size: 4, write_flags: WRITE_CACHE, ..Default::default() };
+    guest.call(AGENT, Opcode::Write, kept, &[stored.as_bytes(), b"KEPT"]).unwrap();
     let mut names: Vec<_> = std::fs::read_dir(guest.dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
     names.sort();
     assert_eq!(names, ["kept", "new"]);
-    assert_eq!(std::fs::read(guest.dir.path().join("kept")).unwrap(), b"kept");
+    assert_eq!(std::fs::read(guest.dir.path().join("kept")).unwrap(), b"KEPT");
     // A user next to it is an ordinary one.
     guest.call(USER, Opcode::Unlink, ROOT_ID, &[b"kept\0"]).unwrap();
     assert!(!guest.dir.path().join("kept").exists());

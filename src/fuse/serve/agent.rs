@@ -253,6 +253,11 @@ impl<F: FileSystem> Server<F> {
                 reply.put(&AGENTS_OPEN)
             }
             Opcode::Flush if works => Ok(()),
+            // What programs have stored to a mapping. The kernel writes it back before it drops the page, for whoever
+            // has it do that.
+            Opcode::Write if request.peek().take::<WriteIn>()?.write_flags & WRITE_CACHE != 0 => {
+                self.serve(opcode, request, reply)
+            }
             _ if !works || only_reads(opcode) => self.serve(opcode, request, reply),
             Opcode::Ioctl => {
                 let args: IoctlIn = request.peek().take()?;
