@@ -161,6 +161,10 @@ impl<'a> Hands<'a> {
         }
         let root = self.root;
         let here = self.here(&change.place)?;
+        if change.has(ops::REFRESH) {
+            here.settle(root, index);
+            return Ok(false);
+        }
         let mut listed = change.has(ops::REMOVE);
         let more = change.has(ops::CONTENTS | ops::CLOSED | ops::ATTRIBUTES);
         if change.has(ops::CREATE) {
