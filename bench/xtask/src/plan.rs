@@ -167,6 +167,9 @@ const THRUWAYD: Contender =
 
 const AGENT: Contender = Contender { name: "thruwayd, agent", agent: true, ..THRUWAYD };
 
+const AGENT_ALWAYS: Contender =
+    Contender { name: "thruwayd, agent, --cache=always", daemon_args: "--cache=always", ..AGENT };
+
 const DAX: Contender = Contender {
     name: "thruwayd, DAX",
     daemon_args: "--dax-window 512M",
@@ -306,6 +309,7 @@ const BUILD: Table = Table {
             ..THRUWAYD
         },
         AGENT,
+        Contender { goals: &[Goal::NotBelow, Goal::Share("build", "virtiofsd, logging", 0.25)], ..AGENT_ALWAYS },
         TMPFS,
     ],
     jobs: &[BUILD_JOB],
@@ -322,11 +326,7 @@ const BUILD_ALWAYS: Table = Table {
             goals: &[Goal::NotBelow, Goal::Share("build", "virtiofsd, logging", 0.45), Goal::Longer("build", 0.12)],
             ..THRUWAYD
         },
-        Contender {
-            daemon_args: "--cache=always",
-            goals: &[Goal::NotBelow, Goal::Share("build", "virtiofsd, logging", 0.25)],
-            ..AGENT
-        },
+        Contender { daemon_args: "--cache=always", ..AGENT },
         TMPFS,
     ],
     ..BUILD
@@ -405,12 +405,7 @@ const SEEN: Table = Table {
         VIRTIOFSD,
         Contender { goals: &[], ..THRUWAYD },
         Contender { goals: &[Goal::Within("stat-p99", 10.0), Goal::Within("event-p99", 10.0)], ..AGENT },
-        Contender {
-            name: "thruwayd, agent, --cache=always",
-            daemon_args: "--cache=always",
-            goals: &[Goal::Within("stat-p99", 10.0), Goal::Within("event-p99", 10.0)],
-            ..AGENT
-        },
+        Contender { goals: &[Goal::Within("stat-p99", 10.0), Goal::Within("event-p99", 10.0)], ..AGENT_ALWAYS },
     ],
     jobs: &[
         seen("stat-p50", "a change on the host is seen by stat, p50", "stat 50"),
