@@ -484,8 +484,9 @@ impl Shared {
         }
         drop(table);
         // The guest has moved it, and a lookup at the same time has found it at its old place: further changes will
-        // not be seen.
-        bare.iter().filter(|_| event.pid == self.own).for_each(|node| listener.look_again(*node));
+        // not be seen. What the guest has removed is gone.
+        let moved = event.pid == self.own && event.mask & libc::FAN_RENAME != 0;
+        bare.iter().filter(|_| moved).for_each(|node| listener.look_again(*node));
     }
 
     fn tell(&self, event: &Event, own: bool, listener: &dyn Listener) {

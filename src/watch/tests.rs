@@ -339,6 +339,10 @@ fn a_file_that_leaves_is_not_covered() {
         fs::rename(bench.path("outside/c"), bench.path("inside/c")).unwrap();
         bench.told();
         assert_eq!(bench.watch.cover(12), Cover::ByDirectory);
+        // What the guest has removed is gone, and needs no look.
+        fs::remove_file(bench.path("inside/c")).unwrap();
+        assert_eq!(bench.told(), []);
+        assert_eq!(bench.watch.cover(12), Cover::Not);
     }
 }
 
