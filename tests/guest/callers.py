@@ -8,16 +8,28 @@ import errno
 import hashlib
 import mmap
 import os
+import select
 import socket
 import stat
 import sys
 
 
+sys.path.insert(0, "/host")
+import oracle
+import window
+
+# A limit on hangs, in seconds.
+LIMIT = 100
+
+
 def main():
+    agent = window.start_agent([argument.split(":")[0] for argument in sys.argv[1:]])
     for argument in sys.argv[1:]:
         tag, *features = argument.split(":")
         os.chdir(f"/mnt/{tag}")
         use(tag)
+        if agent:
+            hears()
         for feature in ("xattr", "acl", "direct", "submount", "whole", "root", "ids"):
             check = globals()[f"has_{feature}"]
             if feature in features:
@@ -25,6 +37,15 @@ def main():
             elif feature in ("xattr", "acl"):
                 assert_fails(errno.EOPNOTSUPP, check)
         print(f"{tag}: ok", flush=True)
+
+
+def hears():
+    """The host makes a directory again and again."""
+    watcher = oracle.Watcher(["."], oracle.CREATE)
+    ready, _, _ = select.select([watcher.fd], [], [], LIMIT)
+    assert ready, "no event came"
+    assert "host-made" in [name for _, _, _, name in watcher.now()]
+    os.close(watcher.fd)
 
 
 def use(tag):

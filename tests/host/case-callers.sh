@@ -36,6 +36,16 @@ share_of() {
     printf '%s\n' "$directory"
 }
 
+# host_changes: makes a directory in each share and removes it, again and again.
+host_changes() {
+    local share
+    while sleep 0.2; do
+        for share in "$work"/shares/*; do
+            mkdir "$share/host-made" && rmdir "$share/host-made"
+        done
+    done
+}
+
 # Every caller's exact arguments, in one guest whose devices have the properties that the callers set.
 case_callers_commands() {
     local -A daemons=()
@@ -118,6 +128,8 @@ assert backend["type"] == "fs" and backend["binary"].startswith("/"), backend' <
     share=$(share_of mkosi)
     called mkosi xattr:whole listening 4 "$daemon" --shared-dir "$share" --xattr --no-announce-submounts --sandbox=chroot --fd 4
 
+    with_agent
+    host_changes &
     # None of them sets num-request-queues.
     guest callers --kind qemu --properties queue-size=1024 "${called_guests[@]}" "$guest_dir/callers.py" "${called_features[@]}"
     for name in "${!daemons[@]}"; do
@@ -177,11 +189,13 @@ case_callers_libvirt() {
     # As vm-images/boot.
     cp "$root/vm-images/guest/init" "$work/initramfs/boot/init"
     cp "$root/vm-images/guest/initramfs" "$work/initramfs/init"
+    with_agent
     cp "$guest_dir/callers.py" "$work/initramfs/boot/script"
     declare -p kind arguments tags mount_options mount_shares host_disk tools_disk >"$work/initramfs/boot/settings"
     (cd "$work/initramfs" && find . | cpio --quiet -o -H newc) | cat "$guest_tree/initramfs" - >"$work/initrd"
     mkfs.erofs "$work/host.erofs" "$guest_dir" >/dev/null
     cp "$root/tests/host/libvirt.xml" "$root/tests/host/libvirt-guest" "$work/"
+    host_changes &
     in_callers libvirt-guest
     # 200 s: libvirt asks QEMU what it can do, and the boot, under emulation on a busy machine.
     wait_gone 200 "$callers_pid" || { tail -n 20 "$work"/libvirt.logs/* "$work/output"; fail 'libvirt is not done'; }
