@@ -116,15 +116,20 @@ impl PassthroughFs {
         c.cache != CachePolicy::Never && !c.lease_timeout.is_zero() && self.agents.is_current()
     }
 
-    /// Whether the guest hears of its changes. What is announced as a submount is a superblock of its own there, and
-    /// the agent does not reach it.
-    fn is_reached(&self, inode: &Inode) -> bool {
-        !self.has(InitFlags::SUBMOUNTS) || self.inodes.is_on_root_mount(inode)
+    /// Whether it is on a submount of which the guest's kernel makes a superblock of its own. The agent does not reach
+    /// it there. Also true of a file that is mounted on another one, which the kernel makes none of.
+    fn is_apart(&self, inode: &Inode) -> bool {
+        self.has(InitFlags::SUBMOUNTS) && !self.inodes.is_on_root_mount(inode)
+    }
+
+    /// The same of directories alone.
+    fn is_dir_apart(&self, inode: &Inode) -> bool {
+        inode.format() == libc::S_IFDIR && self.is_apart(inode)
     }
 
     /// To be called before a name in this directory is looked at.
     pub(super) fn sight(&self, parent: &Arc<Inode>, dir: BorrowedFd) -> Sight {
-        let Some(watch) = self.watch().filter(|_| self.is_reached(parent)) else {
+        let Some(watch) = self.watch().filter(|_| !self.is_apart(parent)) else {
             return Sight { handled: None, named: false };
         };
         let handled = Some(watch.handled());
@@ -157,7 +162,7 @@ impl PassthroughFs {
     /// before.
     pub(super) fn covers(&self, sight: Sight, found: Found, inode: &Arc<Inode>, st: &mut Statx) -> bool {
         let (Some(watch), Some(handled)) = (self.watch(), sight.handled) else { return false };
-        if !self.is_reached(inode) {
+        if self.is_dir_apart(inode) {
             return false;
         }
         at(Point::BeforeTable);
@@ -201,7 +206,7 @@ impl PassthroughFs {
         inode: &Arc<Inode>,
         look: impl Fn() -> std::result::Result<Statx, E>,
     ) -> std::result::Result<(Statx, bool), E> {
-        let Some(watch) = self.watch().filter(|_| self.is_reached(inode)) else { return Ok((look()?, false)) };
+        let Some(watch) = self.watch().filter(|_| !self.is_dir_apart(inode)) else { return Ok((look()?, false)) };
         let cover = watch.cover(inode.id);
         at(Point::BeforeStat);
         let st = look()?;
@@ -212,7 +217,7 @@ impl PassthroughFs {
             _ => {}
         }
         let several = st.stx_nlink > 1;
-        if !several && inode.format() != libc::S_IFDIR {
+        if !several && inode.format() != libc::S_IFDIR || self.is_apart(inode) {
             // Where it is now is learned by a lookup.
             return Ok((st, false));
         }
@@ -222,12 +227,12 @@ impl PassthroughFs {
 
     /// Whether the guest's agent repeats what others do in this directory.
     pub(super) fn repeats_in(&self, dir: &Inode) -> bool {
-        self.hears() && self.is_reached(dir) && self.watch().is_some_and(|watch| watch.is_marked(dir.id))
+        self.hears() && !self.is_apart(dir) && self.watch().is_some_and(|watch| watch.is_marked(dir.id))
     }
 
     /// How long a name may be kept. No event says that a mount is gone.
-    pub(super) fn name_timeout(&self, sight: Sight, parent: &Inode, inode: &Inode) -> Duration {
-        self.timeout_of(sight.named && inode.key.mount == parent.key.mount)
+    pub(super) fn name_timeout(&self, sight: Sight, inode: &Inode) -> Duration {
+        self.timeout_of(sight.named && !self.is_dir_apart(inode))
     }
 
     /// How long something may be kept. `leased`: the guest hears of changes.

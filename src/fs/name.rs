@@ -110,7 +110,7 @@ impl PassthroughFs {
     /// An entry with leases, as far as the file and its name are watched.
     pub(super) fn found(&self, sight: Sight, found: Found, inode: &Arc<Inode>, mut st: Statx) -> EntryOut {
         let covered = self.covers(sight, found, inode, &mut st);
-        let names = self.name_timeout(sight, found.parent, inode);
+        let names = self.name_timeout(sight, inode);
         let mut entry = self.entry(found.parent, inode, &st, covered);
         (entry.entry_valid, entry.entry_valid_nsec) = (names.as_secs(), names.subsec_nanos());
         at(Point::BeforeReply);
