@@ -43,10 +43,13 @@ pub fn thruwayd() -> Result<String> {
     }
 }
 
-/// A program that was built into the directory of this one.
+/// A program that was built into the directory of `$THRUWAY_DAEMON`, or of this program.
 fn built(name: &str) -> Result<PathBuf> {
     let this = env::current_exe().map_err(|e| format!("cannot find this program's directory: {e}"))?;
-    let program = this.with_file_name(name);
+    // Its first word is the program.
+    let daemon = env::var("THRUWAY_DAEMON").ok();
+    let beside = daemon.as_ref().and_then(|command| command.split(' ').next()).map_or(&*this, Path::new);
+    let program = beside.with_file_name(name);
     if program.exists() { Ok(program) } else { Err(format!("no {} yet: run make build", program.display())) }
 }
 
