@@ -109,15 +109,7 @@ impl<F: FileSystem> Server<F> {
                 let name = args.name()?;
                 match self.agent_lookup(agents, pid, node, name)? {
                     Some(entry) => reply.put(&entry),
-                    // The guest keeps nothing of a file that the agent alone has asked for.
-                    None if works => {
-                        let mut entry = self.fs.lookup_repeated(node, name)?;
-                        if entry.attr.mode & libc::S_IFMT != libc::S_IFDIR {
-                            (entry.entry_valid, entry.entry_valid_nsec) = (0, 0);
-                            (entry.attr_valid, entry.attr_valid_nsec) = (0, 0);
-                        }
-                        reply.put(&entry)
-                    }
+                    None if works => reply.put(&self.agent_lookup_known(agents, pid, node, name)?),
                     None => self.serve(opcode, request, reply),
                 }
             }
@@ -268,6 +260,23 @@ impl<F: FileSystem> Server<F> {
             }
             _ => Err(Errno::PERM),
         }
+    }
+
+    /// The answer that others get, of which the guest keeps nothing.
+    fn agent_lookup_known(&self, agents: &Agents, pid: u32, parent: u64, name: &CStr) -> Result<EntryOut> {
+        let mut entry = match self.fs.lookup_repeated(parent, name) {
+            // It has gone since it was looked at. There are still changes of it to repeat.
+            Err(Errno::NOENT) | Ok(EntryOut { nodeid: 0, .. }) => {
+                return self.agent_lookup(agents, pid, parent, name)?.ok_or(Errno::NOENT);
+            }
+            found => found?,
+        };
+        // The agent alone has asked for it.
+        if entry.attr.mode & libc::S_IFMT != libc::S_IFDIR {
+            (entry.entry_valid, entry.entry_valid_nsec) = (0, 0);
+            (entry.attr_valid, entry.attr_valid_nsec) = (0, 0);
+        }
+        Ok(entry)
     }
 
     /// A name's answer, unless it is the one that others get.
