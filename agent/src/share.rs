@@ -42,6 +42,8 @@ pub struct Share {
     threads: AtomicUsize,
     /// Threads that wait for changes.
     waiting: AtomicUsize,
+    /// A thread is about to wait.
+    starting: AtomicBool,
     ended: AtomicBool,
     /// Its daemon knows no agent.
     foreign: AtomicBool,
@@ -80,6 +82,7 @@ impl Share {
             root,
             threads: AtomicUsize::new(0),
             waiting: AtomicUsize::new(0),
+            starting: AtomicBool::new(false),
             ended: AtomicBool::new(false),
             foreign: AtomicBool::new(false),
             said: Mutex::default(),
@@ -96,8 +99,12 @@ impl Share {
 
     /// Starts a thread, unless there are enough.
     pub fn start(self: &Arc<Self>) {
+        if self.starting.swap(true, Ordering::SeqCst) {
+            return;
+        }
         if self.threads.fetch_add(1, Ordering::SeqCst) >= THREADS {
             self.threads.fetch_sub(1, Ordering::SeqCst);
+            self.starting.store(false, Ordering::SeqCst);
             return;
         }
         let share = self.clone();
@@ -112,6 +119,7 @@ impl Share {
         });
         if started.is_err() {
             self.threads.fetch_sub(1, Ordering::SeqCst);
+            self.starting.store(false, Ordering::SeqCst);
         }
     }
 
@@ -152,7 +160,9 @@ impl Share {
 
     fn run(self: &Arc<Self>) -> Result<()> {
         while !self.ended.load(Ordering::SeqCst) {
-            let registered = Registered::new(self.root.as_fd())?;
+            let registered = Registered::new(self.root.as_fd());
+            self.starting.store(false, Ordering::SeqCst);
+            let registered = registered?;
             match self.serve(&registered) {
                 // The daemon is another one than before, or the guest has been migrated.
                 Err(Errno::NOTCONN) => {}

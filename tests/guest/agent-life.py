@@ -4,15 +4,16 @@ makes, in other mount namespaces, with SHARES shares, and beside a process that 
 
 import ctypes
 import json
+import mmap
 import os
 import select
 import signal
 import subprocess
 import sys
-import threading
 
 sys.path.insert(0, "/host")
 import oracle
+from rings import address
 from window import *
 
 # A limit on hangs, in seconds.
@@ -227,6 +228,39 @@ def killed():
     is_alive()
 
 
+def held_up():
+    """A process holds a directory's lock: it lists the directory into a page that the stopped daemon of another share would have to
+    fill. One of the agent's threads waits for the lock, and another goes on with other directories."""
+    SYS_getdents64 = 217
+    mount("x")
+    host("mkdir h && touch h/old && head -c 4096 /dev/zero >../x/page")
+    equal(os.listdir("h"), ["old"])
+    page = os.open("/mnt/x/page", os.O_RDONLY)
+    directory = os.open("h", os.O_RDONLY)
+    watcher = oracle.Watcher(["h"], oracle.CREATE)
+    host("kill -STOP $(family $(<$work/x.pid))")
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        with mmap.mmap(page, 4096, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE) as buffer:
+            os._exit(libc.syscall(SYS_getdents64, directory, ctypes.c_void_p(address(buffer)), 4096) <= 0)
+    waits = lambda: read(f"/proc/{pid}/stat").decode().rpartition(")")[2].split()[0]
+    try:
+        seen("a process holds the lock", waits, "D")
+        host("touch h/new")
+        is_alive()
+        is_status(on=False, waiting=1)
+    finally:
+        host("kill -CONT $(family $(<$work/x.pid))")
+    equal(os.waitpid(pid, 0)[1], 0)
+    wait(watcher.fd)
+    equal([name for _, _, _, name in watcher.now()], ["new"])
+    is_status(on=True, waiting=0)
+    for fd in (page, directory, watcher.fd):
+        os.close(fd)
+    umount("x")
+
+
 def stopped():
     """An agent that does nothing gives the guest nothing to keep, and goes on where it was."""
     is_status(on=True, waiting=0)
@@ -291,12 +325,12 @@ class Elsewhere:
 
 def in_another_namespace():
     """The agent finds shares that only another mount namespace has, in part."""
-    host(f"mkdir -p $work/x/part/watched")
-    elsewhere = Elsewhere("x", "part")
+    host("mkdir -p $work/y/part/watched")
+    elsewhere = Elsewhere("y", "part")
     equal(elsewhere.told(), "ready")
     # It looks twice a minute.
-    seen("the agent has found it", lambda: "x: changes by others are repeated" in read("/tmp/agent.log").decode(), True)
-    host("touch $work/x/part/watched/new && touch $work/x/part/watched/sentinel")
+    seen("the agent has found it", lambda: "y: changes by others are repeated" in read("/tmp/agent.log").decode(), True)
+    host("touch $work/y/part/watched/new && touch $work/y/part/watched/sentinel")
     equal(json.loads(elsewhere.told())[0], ["watched", oracle.CREATE, 0, "new"])
     equal(os.waitpid(elsewhere.pid, 0)[1], 0)
 
@@ -314,8 +348,8 @@ def many_shares():
         names = [name for _, mask, _, name in watcher.until("sentinel", wait) if mask == oracle.CREATE]
         equal(names, ["file"])
         os.close(watcher.fd)
-    # A second thread goes when it has waited for nothing. The main thread, and those of s, x and ro may be there besides.
-    seen("one thread for each", lambda: len(os.listdir(f"/proc/{agent.pid}/task")) <= shares + 4, True)
+    # A second thread goes when it has waited for nothing. The main thread, and those of s, x, y and ro may be there besides.
+    seen("one thread for each", lambda: len(os.listdir(f"/proc/{agent.pid}/task")) <= shares + 5, True)
     memory = [int(line.split()[1]) for line in read(f"/proc/{agent.pid}/status").decode().splitlines() if line.startswith("VmRSS")][0]
     assert memory <= 2048 + 48 * shares, f"the agent has {memory} KiB"
     print(f"ok {memory} KiB of memory with {shares + 1} shares", flush=True)
@@ -405,6 +439,7 @@ def main():
         (mounted_read_only,),
         (in_another_namespace,),
         (many_shares,),
+        (held_up,),
         (stopped,),
         (killed,),
         (starved,),

@@ -93,10 +93,14 @@ case_agent_life() {
     make_share share
     make_share meet
     make_share x
+    make_share y
     make_share ro
+    start_daemon y "$work/y"
     start_daemon ro "$work/ro" --readonly
     start_daemon s "$work/share" --control-path "$work/sockets/s.control" --cache=always --lease-timeout=3600
     start_daemon x "$work/x"
+    # The guest has this one stopped for a moment.
+    echo "$daemon_pid" >"$work/x.pid"
     start_daemon meet "$work/meet" --cache=never
     for ((n = 0; n < shares; n++)); do
         make_share "m$n"
@@ -104,7 +108,7 @@ case_agent_life() {
         tags+=(--fs "m$n=$work/sockets/m$n")
     done
     "$boot" --kind uml --log-dir "$work/life.logs" --ro-dir "$guest_dir" --timeout "$(pick 600 3600)" --no-mount "${tags[@]}" \
-        --fs "s=$work/sockets/s" --fs "x=$work/sockets/x" --fs "ro=$work/sockets/ro" --fs "meet=$work/sockets/meet" \
+        --fs "s=$work/sockets/s" --fs "x=$work/sockets/x" --fs "y=$work/sockets/y" --fs "ro=$work/sockets/ro" --fs "meet=$work/sockets/meet" \
         "$guest_dir/agent-life.py" "$(pick 100 1000)" "$shares" &
     guest=$!
     answer_guest a "$guest"
