@@ -249,12 +249,13 @@ def held_up():
         seen("a process holds the lock", waits, "D")
         host("touch h/new")
         is_alive()
-        is_status(on=False, waiting=1)
+        is_status(on=False)
+        assert status()["waiting"] > 0, "nothing waits for the lock"
     finally:
         host("kill -CONT $(family $(<$work/x.pid))")
     equal(os.waitpid(pid, 0)[1], 0)
     wait(watcher.fd)
-    equal([name for _, _, _, name in watcher.now()], ["new"])
+    equal(watcher.now()[0][3], "new")
     is_status(on=True, waiting=0)
     for fd in (page, directory, watcher.fd):
         os.close(fd)
@@ -384,14 +385,17 @@ def many_that_nobody_watches():
     before = asked()
     # Of two names of a file, one goes or is another.
     links = "(cd ../links; rm a1 b2 a3 b4; mv a5 c5; mv b6 c6; mv a7 b5; mv b8 a6)"
+    # The agent gets what comes in small pieces as it comes, and the rest at once.
+    agent.send_signal(signal.SIGSTOP)
     host(f"cd quiet/in && echo more >>old; seq 500 | xargs touch; {links}; seq 501 1000 | xargs touch")
+    agent.send_signal(signal.SIGCONT)
     seen("a name", lambda: os.path.exists("quiet/in/7"), True)
     is_status(on=True, waiting=0)
     equal((len(os.listdir("quiet/in")), read("quiet/in/old")), (1001, b"more\n"))
     left = [f"{name}{n}" for n in pairs for name in "abc" if os.path.exists(f"quiet/links/{name}{n}")]
     equal(left, ["b1", "a2", "b3", "a4", "b5", "c5", "a6", "c6", "b7", "a8"])
-    # The first batches may be small.
-    assert asked() - before < 500, f"{asked() - before} messages make files"
+    # Some for each batch, which has 50 changes or more.
+    assert asked() - before < 300, f"{asked() - before} messages make files"
 
 
 def by_a_daemon_that_only_reads():
