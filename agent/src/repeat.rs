@@ -317,16 +317,12 @@ impl Here<'_> {
         let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
         // It lives for this moment. Its times are nobody's.
         let file = openat(self.dir, &self.name, flags, Mode::RUSR)?;
-        let set = |atime| {
-            let none = Timespec { tv_sec: 0, tv_nsec: 0 };
-            let times = Timestamps { last_access: atime, last_modification: none };
-            utimensat(&file, c"", &times, AtFlags::EMPTY_PATH)
-        };
+        let none = Timespec { tv_sec: 0, tv_nsec: 0 };
         if change.has(ops::CONTENTS) {
-            set(Timespec { tv_sec: 0, tv_nsec: UTIME_OMIT })?;
+            set_times(file.as_fd(), OMIT, none)?;
         }
         if change.has(ops::ATTRIBUTES) {
-            set(Timespec { tv_sec: 0, tv_nsec: 0 })?;
+            set_times(file.as_fd(), none, none)?;
         }
         Ok(())
     }
@@ -390,18 +386,21 @@ fn look(file: BorrowedFd) -> Result<Statx> {
     Ok(told)
 }
 
+/// A time that stays as it is.
+const OMIT: Timespec = Timespec { tv_sec: 0, tv_nsec: UTIME_OMIT };
+
+fn set_times(file: BorrowedFd, last_access: Timespec, last_modification: Timespec) -> Result<()> {
+    utimensat(file, c"", &Timestamps { last_access, last_modification }, AtFlags::EMPTY_PATH)
+}
+
 /// Repeats what happened to a file.
 fn touch(file: BorrowedFd, change: &Change) -> Result<()> {
     let st = look(file)?;
     let is_file = u32::from(st.stx_mode) & libc::S_IFMT == libc::S_IFREG;
-    let set = |atime: Timespec| {
-        let mtime = Timespec { tv_sec: st.stx_mtime.tv_sec, tv_nsec: st.stx_mtime.tv_nsec.into() };
-        let times = Timestamps { last_access: atime, last_modification: mtime };
-        utimensat(file, c"", &times, AtFlags::EMPTY_PATH)
-    };
+    let mtime = Timespec { tv_sec: st.stx_mtime.tv_sec, tv_nsec: st.stx_mtime.tv_nsec.into() };
     if change.has(ops::CONTENTS) && is_file {
         // The time of modification alone: IN_MODIFY.
-        set(Timespec { tv_sec: 0, tv_nsec: UTIME_OMIT })?;
+        set_times(file, OMIT, mtime)?;
     }
     // A program is not opened: nobody could execute it meanwhile (ETXTBSY).
     if change.has(ops::CLOSED) && is_file && st.stx_mode & 0o111 == 0 {
@@ -412,7 +411,7 @@ fn touch(file: BorrowedFd, change: &Change) -> Result<()> {
     // any of them.
     if change.has(ops::ATTRIBUTES) && (!change.place.is_none() || change.has(ops::DIRECTORY)) {
         // Both times: IN_ATTRIB.
-        set(Timespec { tv_sec: st.stx_atime.tv_sec, tv_nsec: st.stx_atime.tv_nsec.into() })?;
+        set_times(file, Timespec { tv_sec: st.stx_atime.tv_sec, tv_nsec: st.stx_atime.tv_nsec.into() }, mtime)?;
     }
     Ok(())
 }
