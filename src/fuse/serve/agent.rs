@@ -70,9 +70,9 @@ impl<F: FileSystem> Server<F> {
             }
             _ => {
                 let done = Done::decode(message).ok_or(Errno::INVAL)?;
-                agents.look_again(|| self.fs.known_nodes());
-                // Once it is parked, no errno can be told.
+                // Once it is parked, no errno can be told. And only the agent looks at all nodes.
                 agents.may_wait(pid)?;
+                agents.look_again(|| self.fs.known_nodes());
                 let release = agents.clone();
                 let (late, stopping) =
                     reply.park(size_of::<IoctlOut>() + MESSAGE, Arc::new(move || release.release()))?;
