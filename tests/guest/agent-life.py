@@ -60,6 +60,16 @@ def is_alive():
     equal(hears("d", "mkdir d/alive", "rmdir d/alive"), [(oracle.CREATE | oracle.ISDIR, "alive"), (oracle.DELETE | oracle.ISDIR, "alive")])
 
 
+def beside(function, command, rounds=3):
+    """The host runs a command again and again, and a process of the guest does some rounds of a function after each."""
+    with Busy(function, function.__name__) as busy:
+        for _ in range(20):
+            start = busy.rounds()
+            host(command)
+            while busy.rounds() < start + rounds:
+                time.sleep(0.001)
+
+
 def mounts_stay():
     """As Kata does it: the host makes a directory and a file, and the guest mounts on them at once."""
     host("mkdir k && echo one >k/bound")
@@ -100,16 +110,14 @@ def names_are_swapped():
 
     def swap():
         for kind in kinds:
-            renameat2(f"w/{kind}", "w/name", 0) if not os.path.lexists("w/name") else None
+            os.rename(f"w/{kind}", "w/name")
             os.rename("w/name", f"w/{kind}")
 
-    with Busy(swap, "swap") as busy:
-        for turn in range(20):
-            start = busy.rounds()
-            # It may have another name at this moment.
-            host("for n in 1 2 3 4 5; do touch w/file w/fifo; echo more >>w/file; chmod 640 w/file; done 2>/dev/null; touch w/new; mv w/new w/newer; rm w/newer")
-            while busy.rounds() < start + 3:
-                time.sleep(0.001)
+    # It may have another name at this moment.
+    beside(
+        swap,
+        "for n in 1 2 3 4 5; do touch w/file w/fifo; echo more >>w/file; chmod 640 w/file; done 2>/dev/null; touch w/new; mv w/new w/newer; rm w/newer",
+    )
     is_alive()
     # Of the directory, only the change time: it was renamed.
     facts = lambda text: [line.split() for line in text.splitlines()]
@@ -129,34 +137,27 @@ def programs_start():
     def start():
         subprocess.run(["/mnt/x/true"], check=True)
 
-    with Busy(start, "start") as busy:
-        for turn in range(20):
-            rounds = busy.rounds()
-            host("for n in 1 2 3 4 5; do touch ../x/true; chmod 755 ../x/true; dd if=/bin/true of=../x/true conv=notrunc status=none; done")
-            while busy.rounds() < rounds + 2:
-                time.sleep(0.001)
+    beside(
+        start,
+        "for n in 1 2 3 4 5; do touch ../x/true; chmod 755 ../x/true; dd if=/bin/true of=../x/true conv=notrunc status=none; done",
+        rounds=2,
+    )
     equal(hears("/mnt/x", "mkdir ../x/alive", "rmdir ../x/alive")[0], (oracle.CREATE | oracle.ISDIR, "alive"))
     umount("x")
 
 
 def dirty_data_stays():
-    """Stores to a mapping, while the host changes the file's attributes and another part of it."""
+    """Stores to a mapping, while the host changes the file's attributes."""
     host("mkdir m && truncate -s 1M m/file")
     with mapped("m/file", 1 << 20, writable=True) as view:
 
         def store():
-            # Of the first half. The host writes to the other one.
             number = int.from_bytes(view[0:8], "little") + 1
             for at in range(0, 512 << 10, 32 << 10):
                 assert not number % 100 or int.from_bytes(view[at : at + 8], "little") == number - 1, f"a store to {at} is lost"
                 view[at : at + 8] = number.to_bytes(8, "little")
 
-        with Busy(store, "store") as busy:
-            for turn in range(20):
-                rounds = busy.rounds()
-                host("for n in 1 2 3 4 5; do chmod 640 m/file; touch -a m/file; chmod 644 m/file; done")
-                while busy.rounds() < rounds + 3:
-                    time.sleep(0.001)
+        beside(store, "for n in 1 2 3 4 5; do chmod 640 m/file; touch -a m/file; chmod 644 m/file; done")
         last = int.from_bytes(view[0:8], "little")
         view.flush()
     equal(host("od -A n -t u8 -N 8 -j 491520 m/file").strip(), str(last))

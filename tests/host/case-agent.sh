@@ -38,22 +38,28 @@ case_agent_programs() {
     inotify_case watchers.py a --kind uml --mem 1024
 }
 
+# agent_guest NAME BOOT-ARGUMENT...: a guest with the shares s and meet, which has the host change s.
+agent_guest() {
+    local name=$1 guest
+    shift
+    "$boot" --log-dir "$work/$name.logs" --ro-dir "$guest_dir" --no-mount --fs "s=$work/sockets/s" --fs "meet=$work/sockets/meet" "$@" &
+    guest=$!
+    answer_guest a "$guest"
+    wait "$guest" || fail "the guest has failed"
+    logs_are_clean "$work/$name.logs"
+    logs_are_clean "$work/daemons.logs"
+}
+
 # agent_case NAME DAEMON-ARGUMENT...: $agent_boot holds more arguments of boot, $rounds is a number of rounds of random changes.
 agent_case() {
-    local name=$1 guest
+    local name=$1
     shift
     with_agent
     make_share share
     make_share meet
     start_daemon s "$work/share" --control-path "$work/sockets/s.control" "$@"
     start_daemon meet "$work/meet" --cache=never
-    "$boot" --log-dir "$work/$name.logs" --ro-dir "$guest_dir" --timeout "$(pick 600 7200)" --no-mount "${agent_boot[@]}" \
-        --fs "s=$work/sockets/s" --fs "meet=$work/sockets/meet" "$guest_dir/agent.py" "$rounds" "${AGENT_SEED:-$RANDOM}" &
-    guest=$!
-    answer_guest a "$guest"
-    wait "$guest" || fail "the guest has failed"
-    logs_are_clean "$work/$name.logs"
-    logs_are_clean "$work/daemons.logs"
+    agent_guest "$name" --timeout "$(pick 600 7200)" "${agent_boot[@]}" "$guest_dir/agent.py" "$rounds" "${AGENT_SEED:-$RANDOM}"
 }
 
 case_agent_uml() {
@@ -88,7 +94,7 @@ case_agent_debian_12() { old_kernel_agent 6.1; }
 
 # What becomes of the agent, and of what it must leave alone.
 case_agent_life() {
-    local n guest shares=30 tags=()
+    local n shares=30 tags=()
     with_agent
     make_share share
     make_share meet
@@ -107,14 +113,8 @@ case_agent_life() {
         start_daemon "m$n" "$work/m$n"
         tags+=(--fs "m$n=$work/sockets/m$n")
     done
-    "$boot" --kind uml --log-dir "$work/life.logs" --ro-dir "$guest_dir" --timeout "$(pick 600 3600)" --no-mount "${tags[@]}" \
-        --fs "s=$work/sockets/s" --fs "x=$work/sockets/x" --fs "y=$work/sockets/y" --fs "ro=$work/sockets/ro" --fs "meet=$work/sockets/meet" \
-        "$guest_dir/agent-life.py" "$(pick 100 1000)" "$shares" &
-    guest=$!
-    answer_guest a "$guest"
-    wait "$guest" || fail "the guest has failed"
-    logs_are_clean "$work/life.logs"
-    logs_are_clean "$work/daemons.logs"
+    agent_guest life --kind uml --timeout "$(pick 600 3600)" "${tags[@]}" --fs "x=$work/sockets/x" --fs "y=$work/sockets/y" \
+        --fs "ro=$work/sockets/ro" "$guest_dir/agent-life.py" "$(pick 100 1000)" "$shares"
 }
 
 # No timeout ends within the case, so that the guests see what their agents repeat, and nothing else.
