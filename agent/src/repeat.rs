@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 use rustix::fs::{
     AtFlags, CWD, FileType, Mode, OFlags, RenameFlags, ResolveFlags, Statx, StatxFlags, Timespec, Timestamps,
-    UTIME_OMIT, mkdirat, mknodat, openat, openat2, renameat_with, statx, unlinkat, utimensat,
+    UTIME_OMIT, mkdirat, mknodat, openat, openat2, readlinkat, renameat_with, statx, unlinkat, utimensat,
 };
 use rustix::io::Errno;
 use thruway_guest::protocol::{Batch, Change, Done, FOUND, Found, MESSAGE, PATH, Place, QUIET, ops};
@@ -26,6 +26,9 @@ const PATHS: usize = 1024;
 
 /// Directories that are held open while directories are moved. More are rare, and only cost events.
 const HELD: usize = 64;
+
+/// Names of one file that are ended. More are rare, and end with their timeout.
+const NAMES: usize = 1024;
 
 /// A batch of so many changes is worth a look at what is watched, which takes a millisecond or two.
 const MANY: usize = 16;
@@ -153,7 +156,10 @@ impl<'a> Hands<'a> {
                 false => sys::open_node(self.root, change.node, OFlags::PATH)?,
             };
             if change.has(ops::REFRESH) {
-                look(file.as_fd())?;
+                let st = look(file.as_fd())?;
+                if u32::from(st.stx_mode) & libc::S_IFMT != libc::S_IFDIR {
+                    self.end_names(change.node, file);
+                }
             } else {
                 touch(file.as_fd(), change)?;
             }
@@ -200,6 +206,26 @@ impl<'a> Hands<'a> {
             removed?;
         }
         Ok(listed)
+    }
+
+    /// Ends the names by which the kernel knows a file, so that it asks for each of them again. An open by handle ends
+    /// the one that it finds (fuse_get_dentry() of fs/fuse/inode.c), and a close drops that, unless somebody uses it.
+    fn end_names(&self, node: u64, mut file: OwnedFd) {
+        let mut last = CString::default();
+        for _ in 0..NAMES {
+            let name = readlinkat(CWD, fd_path(&file), Vec::new()).unwrap_or_default();
+            if name == last {
+                return;
+            }
+            last = name;
+            // Before it is opened again: it would be found again.
+            drop(file);
+            file = match sys::open_node(self.root, node, OFlags::PATH) {
+                Ok(file) => file,
+                // Nothing is left.
+                Err(_) => return,
+            };
+        }
     }
 
     /// The place's directory and name.
@@ -404,8 +430,7 @@ fn touch(file: BorrowedFd, change: &Change) -> Result<()> {
     }
     // A program is not opened: nobody could execute it meanwhile (ETXTBSY).
     if change.has(ops::CLOSED) && is_file && st.stx_mode & 0o111 == 0 {
-        let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-        drop(openat(CWD, path, OFlags::WRONLY | OFlags::NONBLOCK | OFlags::CLOEXEC, Mode::empty())?);
+        drop(openat(CWD, fd_path(&file), OFlags::WRONLY | OFlags::NONBLOCK | OFlags::CLOEXEC, Mode::empty())?);
     }
     // Of a file without a place, it is the number of its names that has changed. The kernel would report an event of
     // any of them.
@@ -420,6 +445,11 @@ fn touch(file: BorrowedFd, change: &Change) -> Result<()> {
 fn ask_path(root: BorrowedFd, node: u64) -> Option<CString> {
     let answer = sys::ask(root, PATH, &node.to_le_bytes()).ok()?;
     CStr::from_bytes_until_nul(&answer).ok().map(CStr::to_owned)
+}
+
+/// What leads to an open file.
+fn fd_path(file: &impl AsRawFd) -> String {
+    format!("/proc/self/fd/{}", file.as_raw_fd())
 }
 
 /// Whether this node is the change's. The daemon knows it if the kernel has forgotten the file meanwhile, and learned

@@ -307,11 +307,16 @@ def many_changes():
     host("mkdir flood; for f in $(seq 100); do echo old >flood/$f; done")
     f = f"{S}/flood"
     keep(lambda: [read(f"{f}/{number}") for number in range(1, 101)], [b"old\n"] * 100)
-    changes = "seq 1001 51000 | xargs touch; for f in $(seq 100); do echo new >$f; done; rm 7; mv 8 9"
+    # The guest's kernel has several names of one file, and the last that it learned stays.
+    host("cd flood; for n in a b c; do ln 10 $n; done")
+    keep(lambda: [read(f"{f}/{name}") for name in "abc"], [b"old\n"] * 3)
+    changes = "seq 1001 51000 | xargs touch; for f in $(seq 100); do echo new >$f; done; rm 7 a b; mv 8 9"
     host(f"stop_guest; (cd flood; {changes}); continue_guest", 300)
     new = [ENOENT if number in (7, 8) else b"new\n" for number in range(1, 101)]
     look = lambda: [result(lambda: read(f"{f}/{number}")) for number in range(1, 101)]
     seen("the contents of 100 files", look, None, new, TOLD)
+    names = lambda: [result(lambda: read(f"{f}/{name}")) for name in "abc"]
+    seen("the names of one file", names, None, [ENOENT, ENOENT, b"new\n"], TOLD)
     host("echo newer >flood/50")
     seen("a change after that", lambda: read(f"{f}/50"), b"new\n", b"newer\n", TOLD)
 
