@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
-use thruway::device::doors::{Memory, RegionState, Service, Tables, Vring, Workers};
+use thruway::device::doors::{Lookout, Memory, RegionState, Service, Tables, Vring, Workers};
 use thruway::device::{Handler, Urings};
 use thruway::fuse::ops::Wait;
 use thruway::fuse::{Transport, WayBack, Work};
@@ -68,7 +68,7 @@ impl Any {
 type Write = (u64, Vec<u8>);
 
 struct Kept {
-    workers: Workers<Any>,
+    workers: Arc<Workers<Any>>,
     jobs: SyncSender<(Vec<Write>, Arc<Any>)>,
     done: Receiver<()>,
 }
@@ -96,7 +96,7 @@ impl Kept {
                 tell.send(()).unwrap();
             }
         });
-        let workers = Workers {
+        let workers = Arc::new(Workers {
             service: Arc::new(Service {
                 handler: Arc::default(),
                 mem,
@@ -108,7 +108,8 @@ impl Kept {
             urings: Arc::new(Urings::none()),
             poll: Duration::ZERO,
             monitor: Arc::default(),
-        };
+            lookout: Lookout::default(),
+        });
         Self { workers, jobs, done }
     }
 }

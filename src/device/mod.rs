@@ -9,6 +9,7 @@ mod config;
 mod crowd;
 mod handler;
 mod late;
+mod lookout;
 mod monitor;
 mod origin;
 mod poll;
@@ -17,6 +18,7 @@ mod queue;
 mod region;
 mod ring;
 mod scratch;
+mod seat;
 mod shmem;
 mod state;
 mod uring;
@@ -44,6 +46,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use crate::limits;
 use crate::window::Window;
 use config::ConfigSpace;
+use lookout::Lookout;
 use monitor::Connection;
 use origin::Service;
 use pool::Pools;
@@ -57,6 +60,7 @@ use state::Transfer;
 #[cfg(fuzzing)]
 pub mod doors {
     pub use super::chain::{Segment, Table, is_near, load, mark_dirty, write};
+    pub use super::lookout::Lookout;
     pub use super::origin::Service;
     pub use super::pool::Pools;
     pub use super::queue::Workers;
@@ -163,7 +167,7 @@ impl Options {
 
 /// The device while one frontend is connected.
 struct Device<H> {
-    workers: Workers<H>,
+    workers: Arc<Workers<H>>,
     config: ConfigSpace,
     protocol: Protocol,
     /// By queue, the high priority queue first. Each is set when its worker first sees the ring.
@@ -185,7 +189,15 @@ impl<H: Handler> Device<H> {
         waiting: &Arc<AtomicUsize>,
         pools: &Arc<Pools>,
     ) -> Result<Arc<Self>, Error> {
-        let workers = Workers {
+        // The first is the high priority queue.
+        let rings: Arc<[_]> = (0..=options.request_queues).map(|_| OnceLock::new()).collect();
+        let setup = |e: io::Error| Error::Setup(e.to_string());
+        let event = || EventFd::new(EFD_NONBLOCK).map_err(setup);
+        let clone = |event: &EventFd| event.try_clone().map_err(setup);
+        let exit = event()?;
+        let protocol = protocol_features(options.tag.is_some(), options.window.is_some());
+        let connection = Arc::new(Connection::new(rings.clone(), protocol, event()?));
+        let workers = Arc::new(Workers {
             service: Arc::new(Service {
                 handler,
                 mem: Tables::new(Memory::new()),
@@ -197,19 +209,15 @@ impl<H: Handler> Device<H> {
             urings: options.urings.clone(),
             poll: options.poll,
             monitor: options.monitor.clone(),
-        };
-        // The first is the high priority queue.
-        let rings: Arc<[_]> = (0..=options.request_queues).map(|_| OnceLock::new()).collect();
-        let event = || EventFd::new(EFD_NONBLOCK).map_err(|e| Error::Setup(e.to_string()));
-        let protocol = protocol_features(options.tag.is_some(), options.window.is_some());
-        let connection = Arc::new(Connection::new(rings.clone(), protocol, event()?));
+            lookout: Lookout::new(rings.clone(), vec![clone(&exit)?, clone(&connection.resume)?]),
+        });
         options.monitor.connect(Some(connection.clone()));
         Ok(Arc::new(Self {
             workers,
             config: ConfigSpace::new(options.tag.as_deref(), options.request_queues),
             protocol,
             rings,
-            exit: event()?,
+            exit,
             channel: Mutex::new(None),
             transfer: Transfer::new(options.monitor.progress.clone()),
             window: options.window.clone(),

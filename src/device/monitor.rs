@@ -192,8 +192,10 @@ impl Monitor {
     pub fn in_flight(&self) -> Option<u32> {
         let Some(connection) = self.connection() else { return Some(0) };
         connection.rings().try_fold(0, |sum, ring| {
-            // Who looks at the ring later sees that it is held.
-            drop(ring.try_worker()?);
+            // Who takes the seat later sees that it is held.
+            if !ring.seat().is_free() {
+                return None;
+            }
             // In this order: a wait ends before its request does.
             let taken = ring.in_flight();
             Some(sum + taken.saturating_sub(ring.waits_for_lock()))

@@ -71,7 +71,7 @@ impl<H: Handler> Origin<'_, H> {
         self.tally.inspect(|tally| tally.handed_over());
         let (service, head, busy) = (self.service.clone(), self.head, self.ring.occupy());
         self.work(Box::new(move || {
-            let (mut kept, table) = (service.mem.keep(), busy.table());
+            let (mut kept, table) = (service.mem.keep(), busy.ring().table());
             let (mut work, mut segments) = (Work::default(), Vec::new());
             work.since = since;
             let (mut loaded, fault) = chain::load(&service.mem, &mut kept, table, head, &mut work, &mut segments);

@@ -25,6 +25,8 @@ pub struct Pools {
     pub others: Arc<Pool>,
     /// For `Wait::Lock`.
     pub locks: Arc<Pool>,
+    /// For queues whose request takes long (`lookout`).
+    pub deputies: Arc<Pool>,
 }
 
 impl Default for Pools {
@@ -33,6 +35,7 @@ impl Default for Pools {
             host: Pool::new(limits::WORK_THREADS, true),
             others: Pool::new(limits::OTHERS_THREADS, true),
             locks: Pool::new(limits::LOCK_THREADS, false),
+            deputies: Pool::new(limits::DEPUTIES, false),
         }
     }
 }

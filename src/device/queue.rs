@@ -1,18 +1,22 @@
-//! The worker of a queue: takes requests, has them served, gives the chains back.
+//! The worker of a queue: takes requests, has them served, gives the chains back. `lookout` gives it a deputy.
 
 use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use parking_lot::MutexGuard;
+
 use super::chain::{self, Table, Used};
 use super::crowd::HOLDS_UP;
 use super::handler::Handler;
+use super::lookout::Lookout;
 use super::monitor::{Monitor, Tally};
 use super::origin::{Origin, Service};
 use super::region::Kept;
 use super::ring::Ring;
 use super::scratch::{BATCH, Scratch};
+use super::seat::{Seat, Turn};
 use super::uring::Urings;
 
 /// How long FORGETs may gather, so that hundreds of them cost one wake-up of the worker and of the guest's CPU. Linux
@@ -30,6 +34,7 @@ pub struct Workers<H> {
     /// Longest that a worker polls its ring.
     pub poll: Duration,
     pub monitor: Arc<Monitor>,
+    pub lookout: Lookout,
 }
 
 /// What a queue is for.
@@ -47,59 +52,107 @@ impl Role {
     }
 }
 
+/// How a thread's turn at a ring has ended.
+pub(super) enum End {
+    /// There is nothing to do for it.
+    Left,
+    /// Another thread has the seat, since a request took long.
+    TakenOver,
+}
+
 impl<H: Handler> Workers<H> {
-    /// Serves the requests of the ring until it is empty. `index`: the queue's number.
-    pub fn drain(&self, ring: &Arc<Ring>, index: usize) {
+    /// Serves the requests of the ring until it is empty. To be called by the queue's own worker. `index`: the queue's
+    /// number.
+    pub fn drain(self: &Arc<Self>, ring: &Arc<Ring>, index: usize) {
         let role = Role::of(index);
         role.name_thread();
-        let mut worker = ring.worker();
-        let scratch = self.scratch(&mut worker, index);
-        let tally = self.monitor.tally(index);
         if role == Role::HighPriority {
             // Nobody waits for the requests of this queue, so it is not polled.
             std::thread::sleep(GATHER);
-        } else {
+        }
+        while let End::TakenOver = self.take_turn(ring, index, true) {}
+    }
+
+    /// Serves the ring until it is empty, or until somebody else does.
+    pub(super) fn take_turn(self: &Arc<Self>, ring: &Arc<Ring>, index: usize, own: bool) -> End {
+        let (turn, scratch) = ring.sit(own);
+        self.look_out();
+        let mut scratch = self.scratch(scratch, index);
+        if Role::of(index) != Role::HighPriority {
             scratch.poll.wake(self.poll);
         }
+        self.serve(ring, index, (turn, own), scratch)
+    }
+
+    /// What a thread keeps at this queue.
+    pub(super) fn scratch(&self, kept: Option<Box<Scratch>>, index: usize) -> Box<Scratch> {
+        kept.unwrap_or_else(|| Box::new(Scratch::new(self.urings.of(index).cloned())))
+    }
+
+    /// `own`: the turn is the queue's own worker's.
+    pub(super) fn serve(
+        &self,
+        ring: &Arc<Ring>,
+        index: usize,
+        (turn, own): (Turn, bool),
+        mut scratch: Box<Scratch>,
+    ) -> End {
+        let tally = self.monitor.tally(index);
         loop {
             scratch.reap();
             let mut kept = self.service.mem.keep();
-            if self.monitor.is_held() {
-                // The end of the hold wakes the worker.
-                ring.flush(&kept.near, &mut scratch.used);
-                return scratch.poll.rest();
+            let mut seat = ring.seat();
+            let Seat { heads, used, own_away, .. } = &mut *seat;
+            used.append(&mut scratch.used);
+            // The end of a hold wakes the worker.
+            let ends = self.monitor.is_held() || self.closing.load(Ordering::Relaxed) || !own && !*own_away;
+            if heads.is_empty() && ends {
+                ring.flush(&kept.near, used);
+                scratch.poll.rest();
+                ring.leave(seat, scratch);
+                return End::Left;
             }
             let rest = scratch.poll.is_over();
-            let table = ring.exchange(index, &kept.near, &mut scratch.used, &mut scratch.heads, BATCH, rest);
-            if scratch.heads.is_empty() {
+            let table = match heads.is_empty() {
+                true => ring.exchange(index, &kept.near, used, heads, BATCH, rest),
+                false => ring.table(),
+            };
+            if seat.heads.is_empty() {
                 if rest {
                     tally.slept();
-                    return scratch.poll.rest();
+                    scratch.poll.rest();
+                    ring.leave(seat, scratch);
+                    return End::Left;
                 }
+                drop(seat);
                 scratch.poll.pause();
                 continue;
             }
             if scratch.poll.found() {
                 tally.found();
             }
-            self.serve_batch(ring, &mut kept, table, scratch, tally);
-            if self.closing.load(Ordering::Relaxed) {
-                return ring.flush(&kept.near, &mut scratch.used);
+            if let End::TakenOver = self.serve_batch(ring, seat, (turn, own), &mut kept, table, &mut scratch, tally) {
+                return End::TakenOver;
             }
         }
     }
 
-    /// What the worker of this queue keeps.
-    fn scratch<'a>(&self, worker: &'a mut Option<Box<Scratch>>, index: usize) -> &'a mut Scratch {
-        worker.get_or_insert_with(|| Box::new(Scratch::new(self.urings.of(index).cloned())))
-    }
-
-    fn serve_batch(&self, ring: &Arc<Ring>, kept: &mut Kept, table: Table, scratch: &mut Scratch, tally: &Tally) {
-        let Scratch { work, segments, heads, used, uring, crowd, .. } = scratch;
+    #[expect(clippy::too_many_arguments, reason = "it is the inside of serve")]
+    fn serve_batch<'a>(
+        &self,
+        ring: &'a Arc<Ring>,
+        mut seat: MutexGuard<'a, Seat>,
+        (turn, own): (Turn, bool),
+        kept: &mut Kept,
+        table: Table,
+        scratch: &mut Scratch,
+        tally: &Tally,
+    ) -> End {
+        let Scratch { work, segments, uring, crowd, .. } = scratch;
         let (service, uring) = (&self.service, uring.as_deref());
         let mut moved = 0;
-        let mut heads = heads.drain(..);
-        while let Some(head) = heads.next() {
+        while let Some(head) = seat.begin() {
+            drop(seat);
             let (mut loaded, fault) = chain::load(&service.mem, kept, table, head, work, segments);
             let sent = loaded.work.readable.len();
             moved += sent;
@@ -116,15 +169,22 @@ impl<H: Handler> Workers<H> {
             };
             let written = origin.serve(&mut loaded, fault);
             drop(loaded);
+            if let Some(written) = written.filter(|_| self.logging.load(Ordering::Acquire)) {
+                chain::mark_dirty(kept, segments, written);
+            }
+            seat = ring.seat();
+            if let Some(busy) = seat.end(turn) {
+                drop(seat);
+                ring.return_from(busy, own, &kept.near, written.map(|written| Used::new(head, written)));
+                return End::TakenOver;
+            }
             let Some(written) = written else {
                 crowd.left();
                 continue;
             };
+            let Seat { heads, used, .. } = &mut *seat;
             // Without io_uring nothing leaves.
-            crowd.served(sent + written, || uring.is_some() && (heads.len() > 0 || ring.has_more(&kept.near)));
-            if self.logging.load(Ordering::Acquire) {
-                chain::mark_dirty(kept, segments, written);
-            }
+            crowd.served(sent + written, || uring.is_some() && (!heads.is_empty() || ring.has_more(&kept.near)));
             moved += written;
             used.push(Used::new(head, written));
             if moved >= HOLDS_UP {
@@ -132,6 +192,7 @@ impl<H: Handler> Workers<H> {
                 moved = 0;
             }
         }
+        End::Left
     }
 }
 

@@ -4,6 +4,7 @@
 use std::fmt;
 use std::fs::File;
 use std::io;
+use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -12,11 +13,13 @@ use rustix::fs::{OFlags, fcntl_setfl};
 use vhost_user_backend::{VringMutex, VringState, VringStateGuard, VringStateMutGuard, VringT};
 use virtio_queue::{Error as QueueError, Queue, QueueOwnedT, QueueState, QueueT};
 use vm_memory::{GuestAddress, GuestAddressSpace};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::chain::{self, Segment, Table, Used};
 use super::late::Late;
 use super::region::{GuestMemory, Memory};
 use super::scratch::Scratch;
+use super::seat::{Glance, Seat, Turn};
 use crate::fuse::Release;
 use crate::limits;
 
@@ -24,15 +27,18 @@ use crate::limits;
 #[derive(Clone)]
 pub struct Vring(pub Arc<Ring>);
 
-/// The state of a virtqueue. The order of its locks: `worker`, `late`, `vring`, `heads`.
+/// The state of a virtqueue. The order of its locks: `seat`, `late`, `vring`, `heads`. `busy` is the last.
 pub struct Ring {
     /// The frontend's table. It is kept only while something is written that is there already.
     mem: GuestMemory,
     vring: VringMutex<GuestMemory>,
     /// Changed with `vring` locked.
     heads: Mutex<Heads>,
-    /// Held by the worker while it serves what it took from the ring. A stop of the ring waits for it.
-    worker: Mutex<Option<Box<Scratch>>>,
+    /// A stop of the ring waits until it is free. `free` tells of that.
+    seat: Mutex<Seat>,
+    free: Condvar,
+    /// Wakes a deputy when the queue's own worker is back.
+    back: OnceLock<EventFd>,
     late: Mutex<LateReplies>,
     /// The driver was not notified, because the frontend had given no call event.
     owed: AtomicBool,
@@ -113,14 +119,67 @@ type LateReplies = Late<(Promise, Vec<u8>), QueueState>;
 type State<'a> = <VringMutex<GuestMemory> as VringStateMutGuard<'a, GuestMemory>>::G;
 
 impl Ring {
-    /// Waits for the worker to leave the ring, and keeps it out.
-    pub fn worker(&self) -> MutexGuard<'_, Option<Box<Scratch>>> {
-        self.worker.lock()
+    /// The seat, which is locked for a moment.
+    pub fn seat(&self) -> MutexGuard<'_, Seat> {
+        self.seat.lock()
     }
 
-    /// As [`worker`](Self::worker), but `None` if the worker is in the ring.
-    pub fn try_worker(&self) -> Option<MutexGuard<'_, Option<Box<Scratch>>>> {
-        self.worker.try_lock()
+    /// Waits until the seat is free. It stays so while the lock is held.
+    fn free_seat(&self) -> MutexGuard<'_, Seat> {
+        let mut seat = self.seat.lock();
+        while !seat.is_free() {
+            self.free.wait(&mut seat);
+        }
+        seat
+    }
+
+    /// Takes the seat when it is free. `own`: for the queue's own worker.
+    pub fn sit(&self, own: bool) -> (Turn, Option<Box<Scratch>>) {
+        let mut seat = self.free_seat();
+        (seat.take(own), seat.scratch.take())
+    }
+
+    /// A thread is back whose seat was taken over. Its request's chain goes back, if it has a reply.
+    pub fn return_from(&self, busy: Busy, own: bool, mem: &Memory, used: Option<Used>) {
+        match used {
+            Some(used) => busy.give_back(mem, used),
+            None => drop(busy),
+        }
+        if own {
+            self.seat.lock().own_away = false;
+            // It fails only if the event is set already.
+            self.back.get().map(|back| back.write(1));
+        }
+    }
+
+    /// Leaves the seat.
+    pub fn leave(&self, mut seat: MutexGuard<Seat>, scratch: Box<Scratch>) {
+        seat.leave(scratch);
+        drop(seat);
+        self.free.notify_all();
+    }
+
+    /// Takes the seat from a thread that still serves the request of this glance.
+    pub fn take_over(self: &Arc<Self>, glance: Glance) -> Option<Turn> {
+        self.seat.lock().take_over(glance, || self.occupy())
+    }
+
+    /// Tells the deputy that the queue's own worker is back.
+    pub fn back(&self) -> io::Result<&EventFd> {
+        if self.back.get().is_none() {
+            let _ = self.back.set(EventFd::new(EFD_NONBLOCK)?);
+        }
+        self.back.get().ok_or_else(|| io::ErrorKind::NotFound.into())
+    }
+
+    /// The event by which the driver tells of new chains.
+    pub fn kick(&self) -> Option<RawFd> {
+        self.vring.get_ref().get_kick().as_ref().map(AsRawFd::as_raw_fd)
+    }
+
+    /// The queue's descriptor table.
+    pub fn table(&self) -> Table {
+        table(&self.vring.get_ref())
     }
 
     /// The number of chains that were taken and not given back.
@@ -261,24 +320,31 @@ impl Ring {
 
     /// Waits until the worker, the kernel and other threads are done with what was taken from the ring. Keeps the
     /// worker out.
-    fn rest(&self) -> MutexGuard<'_, Option<Box<Scratch>>> {
+    fn rest(&self) -> MutexGuard<'_, Seat> {
         self.stopping.store(true, Ordering::Relaxed);
-        let mut worker = self.worker.lock();
-        if let Some(scratch) = &mut *worker {
-            let used = scratch.finish();
+        loop {
+            let mut seat = self.free_seat();
+            let Seat { scratch, used, .. } = &mut *seat;
+            if let Some(scratch) = scratch {
+                used.append(scratch.finish());
+            }
             self.flush(&self.mem.memory(), used);
+            // Those that are parked from now on see that the ring is stopping.
+            if let Some(release) = self.parked.get() {
+                release();
+            }
+            let mut busy = self.busy.lock();
+            if *busy == 0 {
+                drop(busy);
+                self.stopping.store(false, Ordering::Relaxed);
+                return seat;
+            }
+            // Its end needs the seat's lock.
+            drop(seat);
+            while *busy > 0 {
+                self.idle.wait(&mut busy);
+            }
         }
-        // Those that are parked from now on see that the ring is stopping.
-        if let Some(release) = self.parked.get() {
-            release();
-        }
-        let mut busy = self.busy.lock();
-        while *busy > 0 {
-            self.idle.wait(&mut busy);
-        }
-        drop(busy);
-        self.stopping.store(false, Ordering::Relaxed);
-        worker
     }
 
     /// Has parked requests answered by this whenever the ring stops.
@@ -312,22 +378,23 @@ impl Ring {
     }
 
     fn start(&self) {
-        let mut worker = self.worker.lock();
+        let mut seat = self.free_seat();
         let mut late = self.late.lock();
         if !late.start(self.snapshot()) {
-            self.forget(&mut worker);
+            self.forget(&mut seat);
         }
-        drop(worker);
+        drop(seat);
         self.vring.set_queue_ready(true);
         self.deliver(&mut late);
     }
 
     /// Another session has begun: nothing of the one before goes back to the driver.
-    fn forget(&self, worker: &mut Option<Box<Scratch>>) {
-        if let Some(scratch) = worker {
-            // Chains remain here if the ring's memory was gone.
+    fn forget(&self, seat: &mut Seat) {
+        if let Some(scratch) = &mut seat.scratch {
             scratch.finish().clear();
         }
+        // Chains remain here if the ring's memory was gone.
+        seat.used.clear();
         *self.heads.lock() = Heads::default();
     }
 
@@ -338,10 +405,10 @@ impl Ring {
     /// Forgets the session: the ring is not served until it is set up again, and late replies are dropped.
     pub fn reset(&self) {
         self.vring.set_queue_ready(false);
-        let mut worker = self.rest();
+        let mut seat = self.rest();
         self.late.lock().forget();
-        self.forget(&mut worker);
-        drop(worker);
+        self.forget(&mut seat);
+        drop(seat);
         self.owed.store(false, Ordering::Relaxed);
         self.vring.set_kick(None);
         self.vring.set_call(None);
@@ -354,11 +421,6 @@ pub struct Busy(Arc<Ring>);
 impl Busy {
     pub fn ring(&self) -> &Arc<Ring> {
         &self.0
-    }
-
-    /// The queue's descriptor table.
-    pub fn table(&self) -> Table {
-        table(&self.0.vring.get_ref())
     }
 
     /// Gives the chain back.
@@ -462,7 +524,9 @@ impl VringT<GuestMemory> for Vring {
             vring: VringMutex::new(mem.clone(), max_queue_size)?,
             heads: Mutex::default(),
             mem,
-            worker: Mutex::default(),
+            seat: Mutex::default(),
+            free: Condvar::new(),
+            back: OnceLock::new(),
             late: Mutex::default(),
             owed: AtomicBool::new(false),
             busy: Mutex::default(),

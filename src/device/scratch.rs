@@ -1,5 +1,5 @@
-//! What a worker keeps from request to request. It is kept in its ring, which waits at a stop for what the kernel still
-//! does.
+//! What a worker keeps from request to request. Between its turns it is kept in the seat of its ring, which waits at a
+//! stop for what the kernel still does.
 
 use std::sync::Arc;
 
@@ -19,7 +19,6 @@ pub const BATCH: usize = 4;
 pub struct Scratch {
     pub work: Work,
     pub segments: Vec<Segment>,
-    pub heads: Vec<u16>,
     pub used: Vec<Used>,
     pub poll: Poll,
     /// I/O that the kernel does.
@@ -32,7 +31,6 @@ impl Scratch {
         Self {
             work: Work::default(),
             segments: Vec::new(),
-            heads: Vec::with_capacity(BATCH),
             used: Vec::with_capacity(BATCH),
             poll: Poll::default(),
             uring,

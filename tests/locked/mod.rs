@@ -5,8 +5,6 @@ use std::io::Read;
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::thread::{JoinHandle, spawn};
 
-use crate::processes::skip;
-
 /// UFFDIO_API and UFFDIO_REGISTER of include/uapi/linux/userfaultfd.h, and the mode of the latter.
 const API: u64 = 0xc018_aa3f;
 const REGISTER: u64 = 0xc020_aa00;
@@ -22,13 +20,13 @@ pub struct Locked {
 }
 
 impl Locked {
-    /// Writes zeroes to the file's beginning.
-    pub fn new(file: &File) -> Self {
+    /// Writes zeroes to the file's beginning. `None` if userfaultfd(2) is not allowed.
+    pub fn new(file: &File) -> Option<Self> {
         let file = file.try_clone().unwrap();
         // SAFETY: it makes a descriptor.
         let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC) } as i32;
         if fd < 0 {
-            skip("userfaultfd(2) is not allowed");
+            return None;
         }
         // SAFETY: the descriptor is nobody else's.
         let mut faults = unsafe { File::from_raw_fd(fd) };
@@ -49,7 +47,7 @@ impl Locked {
         });
         // One struct uffd_msg.
         faults.read_exact(&mut [0; 32]).unwrap();
-        Self { faults: Some(faults), writer: Some(writer) }
+        Some(Self { faults: Some(faults), writer: Some(writer) })
     }
 }
 
