@@ -15,6 +15,7 @@ mod fanotify;
 pub mod fs;
 pub mod fuse;
 pub mod limits;
+mod linux;
 pub mod sandbox;
 pub mod watch;
 pub mod window;

@@ -14,6 +14,7 @@ use seccompiler::{
 
 use super::Error;
 use crate::fuse::abi;
+use crate::linux::{FS_IOC_FIEMAP, SYS_CACHESTAT, SYS_FCHMODAT2};
 
 /// What happens at a system call that is not on the list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -39,7 +40,7 @@ const ALLOWED: &[&[c_long]] = &[
     &[SYS_openat, SYS_openat2, SYS_name_to_handle_at, SYS_open_by_handle_at, SYS_readlinkat, SYS_getdents64],
     &[SYS_statx, SYS_newfstatat, SYS_fstat, SYS_statfs, SYS_fstatfs, SYS_faccessat, SYS_faccessat2],
     // Whether a file in memory has pages beyond its end.
-    &[crate::window::SYS_CACHESTAT],
+    &[SYS_CACHESTAT],
     // Watching files. The group was made before.
     &[SYS_fanotify_mark],
     // Creating, removing and renaming files.
@@ -78,9 +79,6 @@ const ALLOWED: &[&[c_long]] = &[
     &[SYS_epoll_wait, SYS_poll],
 ];
 
-/// fchmodat2(2). libc does not define it for all architectures, but its number is the same on all of them.
-const SYS_FCHMODAT2: c_long = 452;
-
 /// A call, the index of an argument, a mask and a value: the call is allowed if the masked argument equals the value.
 /// Several conditions for one call are alternatives.
 pub type Condition = (c_long, u8, u64, u64);
@@ -99,7 +97,7 @@ const CONDITIONAL: &[Condition] = &[
     (SYS_ioctl, 1, ANY, FIONBIO),
     (SYS_ioctl, 1, ANY, FIOCLEX),
     // Whether a file on XFS shares its blocks.
-    (SYS_ioctl, 1, ANY, crate::window::FIEMAP),
+    (SYS_ioctl, 1, ANY, FS_IOC_FIEMAP as u64),
     // What lsattr and chattr do. A project id cannot be set.
     (SYS_ioctl, 1, ANY, abi::FS_IOC_GETFLAGS as u64),
     (SYS_ioctl, 1, ANY, abi::FS_IOC_SETFLAGS as u64),

@@ -42,12 +42,8 @@ use shared::{DAX, Shared, WHOLE_FILES, write_back};
 pub use shared::{Facts, Frontend, Mapping, ProxyFiles, Source};
 use slots::Slots;
 pub use space::Stores;
-pub use sys::SYS_CACHESTAT;
 pub use table::{Entry, EntryState};
 use times::touch;
-
-/// The request of ioctl(2) that tells where a file's blocks are.
-pub const FIEMAP: u64 = sys::FIEMAP as u64;
 
 /// log2 of [`RANGE`], as FUSE_INIT's map_alignment has it.
 pub const RANGE_SHIFT: u16 = 21;

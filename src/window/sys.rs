@@ -5,6 +5,8 @@ use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 
 use rustix::ioctl::{Opcode, opcode};
 
+use crate::linux::{FS_IOC_FIEMAP, SYS_CACHESTAT};
+
 /// struct fuse_backing_map of include/uapi/linux/fuse.h.
 #[repr(C)]
 struct BackingMap {
@@ -45,9 +47,6 @@ struct FiemapHead {
     reserved: u32,
 }
 
-/// FS_IOC_FIEMAP of include/uapi/linux/fs.h.
-pub const FIEMAP: Opcode = opcode::read_write::<FiemapHead>(b'f', 11);
-
 /// FIEMAP_EXTENT_LAST and FIEMAP_EXTENT_SHARED.
 const LAST: u32 = 1;
 const SHARED: u32 = 0x2000;
@@ -64,7 +63,7 @@ pub fn shared(file: BorrowedFd, from: u64, end: u64) -> io::Result<u64> {
         let head = FiemapHead { start: at, length: end - at, flags, mapped, count, reserved: 0 };
         let mut map = Fiemap { head, extents: [Extent::default(); EXTENTS] };
         // SAFETY: the request writes at most `count` extents after the head.
-        check(unsafe { libc::ioctl(file.as_raw_fd(), FIEMAP.into(), &raw mut map) })?;
+        check(unsafe { libc::ioctl(file.as_raw_fd(), FS_IOC_FIEMAP.into(), &raw mut map) })?;
         let extents = &map.extents[..EXTENTS.min(map.head.mapped as usize)];
         let Some(last) = extents.last() else { return Ok(end) };
         if let Some(extent) = extents.iter().find(|extent| extent.flags & SHARED != 0) {
@@ -100,10 +99,6 @@ pub fn write_back(file: BorrowedFd) -> io::Result<()> {
     // An old error is reported once, and keeps the call from writing newer pages. So call it again.
     write().or_else(|e| write().and(Err(e)))
 }
-
-/// cachestat(2), of Linux 6.5. libc does not define it for all architectures, but its number is the same on those of
-/// thruwayd.
-pub const SYS_CACHESTAT: libc::c_long = 451;
 
 /// struct cachestat of include/uapi/linux/mman.h.
 #[derive(Default)]
