@@ -3,7 +3,11 @@
 
 use std::collections::BTreeMap;
 
+use hyper::StatusCode;
 use serde::{Deserialize, Serialize};
+
+/// An answer that is not 200: its status, and the reason in one line.
+pub(super) type Refusal = (StatusCode, String);
 
 /// Something that can be on or off.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -10,8 +10,7 @@ use tokio::task::spawn_blocking;
 use tokio::time::{sleep, timeout_at};
 
 use super::Sources;
-use super::api::Drained;
-use super::routes::Refusal;
+use super::api::{Drained, Refusal};
 use crate::device::Monitor;
 
 /// How often to look whether requests are still in flight. A request takes some microseconds, and a drain happens

@@ -10,13 +10,11 @@ use hyper::{Method, Request, Response, StatusCode};
 use serde::Serialize;
 use tokio::time::timeout;
 
+use super::api::Refusal;
 use super::drain::drain;
 use super::{State, api, metrics, status};
 use crate::fs::InodeOrder;
 use crate::limits::{CONTROL_BODY, CONTROL_PATIENCE, CONTROL_TOP};
-
-/// An answer that is not 200: its status, and the reason in one line.
-pub type Refusal = (StatusCode, String);
 
 type Answer = Response<Full<Bytes>>;
 

@@ -7,9 +7,9 @@ use tokio::sync::oneshot;
 use tokio::time::timeout;
 
 use super::api::{
-    Agent, Frontend, Guest, Inode, Inodes, Mappings, Migration, Queue, Range, Slot, Status, Switch, Watch, Window,
+    Agent, Frontend, Guest, Inode, Inodes, Mappings, Migration, Queue, Range, Refusal, Slot, Status, Switch, Watch,
+    Window,
 };
-use super::routes::Refusal;
 use super::{Sources, State};
 use crate::device::Progress;
 use crate::fs::{InodeFacts, InodeOrder};
