@@ -1,4 +1,44 @@
-//! The configuration space of a virtio-fs device (VIRTIO 1.3, section 5.11.4).
+//! A virtio-fs device's queues and its configuration space (VIRTIO 1.3, sections 5.11.2 and 5.11.4).
+
+use std::cell::Cell;
+
+/// Most request queues. vhost-user-backend names the queues of a thread by a mask of 64 bits. One bit is the high
+/// priority queue's.
+pub const MAX_REQUEST_QUEUES: u16 = 63;
+
+/// What a queue is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    HighPriority,
+    /// The request queue of this number.
+    Request(usize),
+}
+
+impl Role {
+    /// What queue number `index` is for.
+    pub fn of(index: usize) -> Self {
+        index.checked_sub(1).map_or(Self::HighPriority, Self::Request)
+    }
+
+    /// Names the calling thread after its queue; vhost-user-backend gives all workers the same name.
+    pub fn name_thread(self) {
+        if NAMED.replace(Some(self)) == Some(self) {
+            return;
+        }
+        let name = match self {
+            Self::HighPriority => "thruway-hiprio".to_owned(),
+            Self::Request(number) => format!("thruway-q{number}"),
+        };
+        if let Ok(name) = std::ffi::CString::new(name) {
+            let _ = rustix::thread::set_name(&name);
+        }
+    }
+}
+
+thread_local! {
+    /// What the thread is named after.
+    static NAMED: Cell<Option<Role>> = const { Cell::new(None) };
+}
 
 /// Length of the tag field in bytes. A tag that fills it has no terminating zero.
 pub const TAG_LEN: usize = 36;
@@ -32,6 +72,12 @@ impl ConfigSpace {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn queues_have_their_order() {
+        let [first, second] = [0, 1].map(Role::Request);
+        assert_eq!([0, 1, 2].map(Role::of), [Role::HighPriority, first, second]);
+    }
 
     #[test]
     fn reads_anywhere() {

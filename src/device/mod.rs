@@ -21,6 +21,7 @@ mod scratch;
 mod seat;
 mod shmem;
 mod state;
+mod tally;
 mod uring;
 
 use std::fs::File;
@@ -68,17 +69,13 @@ pub mod doors {
     pub use super::ring::Vring;
 }
 
-pub use config::TAG_LEN;
+pub use config::{MAX_REQUEST_QUEUES, TAG_LEN};
 pub use crowd::LARGE;
 pub use handler::Handler;
 pub use monitor::{FrontendState, Monitor, QueueState, Work};
 pub use poll::offer_cpu;
 pub use state::Progress;
 pub use uring::Urings;
-
-/// Most request queues. vhost-user-backend names the queues of a thread by a mask of 64 bits. One bit is the high
-/// priority queue's.
-pub const MAX_REQUEST_QUEUES: u16 = 63;
 
 /// Default of [`Options::poll`] in µs. A guest whose CPU sleeps while it waits takes about 50 from a reply to its next
 /// request.

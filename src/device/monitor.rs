@@ -9,10 +9,10 @@ use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 use vmm_sys_util::eventfd::EventFd;
 
-use super::MAX_REQUEST_QUEUES;
-use super::queue::Role;
+use super::config::{MAX_REQUEST_QUEUES, Role};
 use super::ring::{Ring, Vring};
 use super::state::Progress;
+use super::tally::Tally;
 
 /// Most queues of a device: with the high priority queue.
 const MOST: usize = MAX_REQUEST_QUEUES as usize + 1;
@@ -30,43 +30,6 @@ pub struct Monitor {
 
 #[repr(align(128))]
 struct Held(AtomicBool);
-
-/// What one worker counts. It is the only one that writes there.
-#[derive(Default)]
-#[repr(align(128))]
-pub struct Tally {
-    found: AtomicU64,
-    slept: AtomicU64,
-    submissions: AtomicU64,
-    handovers: AtomicU64,
-}
-
-fn count(counter: &AtomicU64) {
-    // The worker alone writes it, so this needs no locked instruction.
-    counter.store(counter.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
-}
-
-impl Tally {
-    /// A poll of the empty ring found a request.
-    pub fn found(&self) {
-        count(&self.found);
-    }
-
-    /// The worker goes to sleep.
-    pub fn slept(&self) {
-        count(&self.slept);
-    }
-
-    /// A transfer went to io_uring.
-    pub fn submitted(&self) {
-        count(&self.submissions);
-    }
-
-    /// A request went to a thread.
-    pub fn handed_over(&self) {
-        count(&self.handovers);
-    }
-}
 
 /// What the workers have done since the start, all together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

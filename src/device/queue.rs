@@ -1,6 +1,5 @@
 //! The worker of a queue: takes requests, has them served, gives the chains back. `lookout` gives it a deputy.
 
-use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -8,15 +7,17 @@ use std::time::Duration;
 use parking_lot::MutexGuard;
 
 use super::chain::{self, Table, Used};
+use super::config::Role;
 use super::crowd::HOLDS_UP;
 use super::handler::Handler;
 use super::lookout::Lookout;
-use super::monitor::{Monitor, Tally};
+use super::monitor::Monitor;
 use super::origin::{Origin, Service};
 use super::region::Kept;
 use super::ring::Ring;
 use super::scratch::{BATCH, Scratch};
 use super::seat::{Seat, Turn};
+use super::tally::Tally;
 use super::uring::Urings;
 
 /// How long FORGETs may gather, so that hundreds of them cost one wake-up of the worker and of the guest's CPU. Linux
@@ -35,21 +36,6 @@ pub struct Workers<H> {
     pub poll: Duration,
     pub monitor: Arc<Monitor>,
     pub lookout: Lookout,
-}
-
-/// What a queue is for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Role {
-    HighPriority,
-    /// The request queue of this number.
-    Request(usize),
-}
-
-impl Role {
-    /// What queue number `index` is for.
-    pub fn of(index: usize) -> Self {
-        index.checked_sub(1).map_or(Self::HighPriority, Self::Request)
-    }
 }
 
 /// How a thread's turn at a ring has ended.
@@ -193,37 +179,5 @@ impl<H: Handler> Workers<H> {
             }
         }
         End::Left
-    }
-}
-
-thread_local! {
-    /// What the thread is named after.
-    static NAMED: Cell<Option<Role>> = const { Cell::new(None) };
-}
-
-impl Role {
-    /// Names the calling thread after its queue; vhost-user-backend gives all workers the same name.
-    fn name_thread(self) {
-        if NAMED.replace(Some(self)) == Some(self) {
-            return;
-        }
-        let name = match self {
-            Self::HighPriority => "thruway-hiprio".to_owned(),
-            Self::Request(number) => format!("thruway-q{number}"),
-        };
-        if let Ok(name) = std::ffi::CString::new(name) {
-            let _ = rustix::thread::set_name(&name);
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn queues_have_their_order() {
-        let [first, second] = [0, 1].map(Role::Request);
-        assert_eq!([0, 1, 2].map(Role::of), [Role::HighPriority, first, second]);
     }
 }
