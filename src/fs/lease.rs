@@ -13,7 +13,7 @@ use rustix::fs::{Statx, StatxAttributes};
 
 use super::fd::{FdPath, open_path, stat};
 use super::inode::Inode;
-use super::{CachePolicy, PassthroughFs, repeat, sys};
+use super::{CachePolicy, PassthroughFs, announce, sys};
 use crate::agent::Agents;
 use crate::fuse::abi::InitFlags;
 use crate::watch::{Change, Cover, FileId, Listener, Target, Watch};
@@ -24,16 +24,16 @@ pub(super) struct Teller(pub Arc<Agents>);
 impl Listener for Teller {
     fn change(&self, change: &Change) {
         if self.0.any() {
-            repeat::announce(&self.0, change);
+            announce::change(&self.0, change);
         }
     }
 
     fn look_again(&self, node: u64) {
-        repeat::look_again(&self.0, node);
+        announce::look_again(&self.0, node);
     }
 
     fn look_up_again(&self, dir: u64, name: &[u8]) {
-        repeat::look_up_again(&self.0, dir, name);
+        announce::look_up_again(&self.0, dir, name);
     }
 
     fn all_changed(&self) {
@@ -242,7 +242,7 @@ impl PassthroughFs {
 
     /// Has the agent look at a node again.
     pub(super) fn look_again(&self, node: u64) {
-        repeat::look_again(&self.agents, node);
+        announce::look_again(&self.agents, node);
         self.agents.hand_out();
     }
 

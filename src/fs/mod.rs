@@ -1,5 +1,6 @@
 //! The passthrough file system: serves a directory tree of the host to a guest. Knows no virtqueue.
 
+mod announce;
 mod attr;
 mod config;
 mod contents;

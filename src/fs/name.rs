@@ -16,7 +16,7 @@ use super::fd::{FdPath, open_path, stat};
 use super::inode::{Inode, Place};
 use super::lease::{Found, Point, Sight, at};
 use super::path::is_name;
-use super::{PassthroughFs, repeat};
+use super::{PassthroughFs, announce};
 use crate::fuse::abi::*;
 use crate::fuse::ops::{Creator, Mappings, Names, Result};
 
@@ -234,7 +234,7 @@ impl PassthroughFs {
     /// The guest has moved a file to this place. It takes its leases along.
     fn follow(&self, sight: Sight, dir: BorrowedFd, name: &CStr, parent: u64) {
         if !sight.named {
-            repeat::look_up_again(&self.agents, parent, name.to_bytes());
+            announce::look_up_again(&self.agents, parent, name.to_bytes());
             self.agents.hand_out();
         }
         if let Some(inode) = stat(dir, name).ok().and_then(|st| self.inodes.peek(&st)) {
