@@ -7,7 +7,7 @@ export CARGO_TARGET_DIR = $(CURDIR)/target
 export CARGO_NET_RETRY = 10
 
 SCRIPTS = vm-images/boot vm-images/setup.sh vm-images/build-* vm-images/lib.sh vm-images/linux-source.sh vm-images/guest/* .ci/run tests/run tests/demo \
-	guest-kernel/build fuzz/run fuzz/rustc tests/dependencies tests/documented examples/qemu tests/sanitized tests/miri \
+	guest-kernel/build fuzz/run fuzz/rustc tests/circles tests/dependencies tests/documented examples/qemu tests/sanitized tests/miri \
 	packaging/build packaging/stage packaging/guest-kernel/apply packaging/deb/p* packaging/guest/p* \
 	bench/xtask/scenes/fill bench/xtask/scenes/top tests/guest/demo-init tests/guest/*.sh tests/host/machine tests/host/*-guest tests/host/run-case tests/host/*.sh
 
@@ -127,6 +127,7 @@ check:
 	$(CARGO) clippy --workspace --all-targets -- -D warnings
 	tests/dependencies
 	tests/documented
+	tests/circles
 	@! git grep -nE '^.{121,}' -- '*.rs' || { echo 'make check: lines have at most 120 columns, comments too' >&2; exit 1; }
 	@! git grep -n '&& let ' -- '*.rs' || { echo 'make check: let chains need Rust 1.88, and Debian 13 has 1.85' >&2; exit 1; }
 	if command -v shellcheck >/dev/null; then shellcheck -x -P SCRIPTDIR $(SCRIPTS); else echo 'make check: shellcheck is not installed: scripts are not checked'; fi
