@@ -7,7 +7,7 @@ export CARGO_TARGET_DIR = $(CURDIR)/target
 export CARGO_NET_RETRY = 10
 
 SCRIPTS = vm-images/boot vm-images/setup.sh vm-images/build-* vm-images/lib.sh vm-images/linux-source.sh vm-images/guest/* .ci/run tests/run tests/demo \
-	guest-kernel/build fuzz/run fuzz/rustc tests/circles tests/dependencies tests/documented examples/qemu tests/sanitized tests/miri \
+	guest-kernel/build fuzz/run fuzz/rustc tests/circles tests/times tests/dependencies tests/documented examples/qemu tests/sanitized tests/miri \
 	packaging/build packaging/stage packaging/guest-kernel/apply packaging/deb/p* packaging/guest/p* \
 	bench/xtask/scenes/fill bench/xtask/scenes/top tests/guest/demo-init tests/guest/*.sh tests/host/machine tests/host/*-guest tests/host/run-case tests/host/*.sh
 
@@ -48,18 +48,15 @@ packages:
 tree tools:
 	vm-images/setup.sh $@
 
-# What the cases need, with low priority, since make test runs its first tests meanwhile. A kernel's error is left to the cases that
-# need the kernel.
+# What most cases need, with low priority, since make test runs its first tests meanwhile.
 guests:
 	nice -n 19 vm-images/setup.sh tools tree
-	nice -n 19 $(MAKE) build
-	-nice -n 19 vm-images/setup.sh uml-smp guest-kernel old-kernel
+	nice -n 19 tests/times run build $(MAKE) build
 
-# Everything that guests need: about 20 minutes with an empty cache.
+# Everything that guests need. vm-images/setup.sh --missing says what is not there yet, and how long it takes.
 images:
 	vm-images/setup.sh
 
-# About 10 minutes each with an empty cache.
 guest-kernel:
 	guest-kernel/build
 
@@ -75,7 +72,7 @@ demo:
 	tests/demo
 
 unit:
-	$(CARGO) test --workspace
+	tests/times run unit $(CARGO) test --workspace
 
 # All tests without a guest.
 quick:
@@ -83,13 +80,14 @@ quick:
 	$(MAKE) fuzz-short
 	$(MAKE) miri
 
-# What guests need is built beside the tests without a guest: one of the two CPUs would often be idle otherwise.
+# What guests need is built beside the unit tests, and the kernels beside the cases that need none of them: one of the two CPUs would
+# often be idle otherwise.
 test:
-	@echo 'make test: about 30 minutes on two CPUs. Unit tests take 4, fuzz targets and Miri 5, $(words $(shell tests/run --list)) cases in guests 20.'
-	@missing=$$(vm-images/setup.sh --missing); [ -z "$$missing" ] || echo "make test: more with an empty cache. Still to build: $$missing"
+	@tests/times begin
 	vm-images/setup.sh test-packages
-	$(MAKE) -j quick guests
-	tests/run
+	$(MAKE) -j unit guests
+	@tests/run --step kernels 'vm-images/setup.sh uml-smp guest-kernel old-kernel' --step fuzz '$(MAKE) fuzz-short' --step miri '$(MAKE) miri'; \
+		status=$$?; tests/times end; exit $$status
 
 soak:
 	vm-images/setup.sh tools tree programs

@@ -23,9 +23,7 @@ END
 }
 
 all=(tree tools uml-smp guest-kernel old-kernel)
-# The seconds that each part takes on two CPUs.
-declare -A takes=([tree]=40 [tools]=110 [uml-smp]=360 [guest-kernel]=600 [old-kernel]=30)
-
+times=$here/../tests/times
 directory() {
     case $1 in
         tree) tree_dir ;;
@@ -48,14 +46,11 @@ for part in "${parts[@]}"; do
 done
 
 if [[ $missing ]]; then
-    seconds=0 absent=()
+    absent=()
     for part in "${parts[@]}"; do
-        if [[ -n ${takes[$part]-} && ! -d $(directory "$part") ]]; then
-            absent+=("$part")
-            seconds=$((seconds + takes[$part]))
-        fi
+        [[ " ${all[*]} " != *" $part "* || -d $(directory "$part") ]] || absent+=("$part")
     done
-    ((!${#absent[@]})) || printf '%s (%s min)\n' "${absent[*]}" "$(((seconds + 59) / 60))"
+    ((!${#absent[@]})) || printf '%s (%s min)\n' "${absent[*]}" "$((($("$times" of "${absent[@]}") + 59) / 60))"
     exit 0
 fi
 ((EUID == 0)) || die "must run as root"
@@ -97,7 +92,7 @@ exec 8>&-
 for part in "${parts[@]}"; do
     case $part in
         packages | test-packages) ;;
-        guest-kernel) "$guest_kernel/build" ;;
-        *) "$here/build-$part" ;;
+        guest-kernel) "$times" run "$part" "$guest_kernel/build" ;;
+        *) "$times" run "$part" "$here/build-$part" ;;
     esac
 done
