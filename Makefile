@@ -7,7 +7,7 @@ export CARGO_TARGET_DIR = $(CURDIR)/target
 export CARGO_NET_RETRY = 10
 
 SCRIPTS = vm-images/boot vm-images/setup.sh vm-images/build-* vm-images/lib.sh vm-images/linux-source.sh vm-images/guest/* .ci/run tests/run tests/demo \
-	guest-kernel/build fuzz/run fuzz/rustc tests/circles tests/times tests/dependencies tests/documented examples/qemu tests/sanitized tests/miri \
+	guest-kernel/build fuzz/run fuzz/rustc tests/circles tests/times tests/patches tests/dependencies tests/documented examples/qemu tests/sanitized tests/miri \
 	packaging/build packaging/stage packaging/guest-kernel/apply packaging/deb/p* packaging/guest/p* \
 	bench/xtask/scenes/fill bench/xtask/scenes/top tests/guest/demo-init tests/guest/*.sh tests/host/machine tests/host/*-guest tests/host/run-case tests/host/*.sh
 
@@ -120,13 +120,24 @@ asan tsan:
 miri:
 	tests/miri
 
+# A clippy of fuzz needs no libFuzzer, which takes a minute to compile. The path is never opened.
+fuzz_clippy = RUSTFLAGS='--cfg fuzzing' CUSTOM_LIBFUZZER_PATH=/none/libfuzzer.a CARGO_TARGET_DIR=target/fuzz/check \
+	$(CARGO) clippy --locked --manifest-path fuzz/Cargo.toml --all-targets
+
 check:
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --workspace --all-targets -- -D warnings
+	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --workspace --no-deps --document-private-items
+	$(CARGO) fmt --manifest-path fuzz/Cargo.toml --check
+	$(fuzz_clippy) -- -D warnings
 	tests/dependencies
 	tests/documented
 	tests/circles
+	tests/patches
 	@! git grep -nE '^.{121,}' -- '*.rs' || { echo 'make check: lines have at most 120 columns, comments too' >&2; exit 1; }
+	@commits=$$(git merge-base HEAD origin/main 2>/dev/null) && commits=$$commits..HEAD || commits='-1 HEAD'; \
+		! git log --no-merges --format=%s $$commits | grep -E '^.{73,}' || \
+		{ echo 'make check: the subject of a commit has at most 72 characters' >&2; exit 1; }
 	@! git grep -n '&& let ' -- '*.rs' || { echo 'make check: let chains need Rust 1.88, and Debian 13 has 1.85' >&2; exit 1; }
 	if command -v shellcheck >/dev/null; then shellcheck -x -P SCRIPTDIR $(SCRIPTS); else echo 'make check: shellcheck is not installed: scripts are not checked'; fi
 

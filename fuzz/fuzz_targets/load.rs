@@ -18,7 +18,7 @@ struct Kept {
 
 impl Kept {
     fn new() -> Self {
-        let share = Share::new();
+        let share = Share::mount();
         let migration = |on_error, verify_handles, confirm_paths| Migration {
             mode: MigrationMode::FindPaths,
             on_error,

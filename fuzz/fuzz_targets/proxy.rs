@@ -100,7 +100,7 @@ fn calls(kept: &mut Kept, input: &mut Input) {
             9 => {
                 let Some(file) = file else { continue };
                 let size = fstat(file).map(|st| st.st_size);
-                assert_eq!(ftruncate(file, input.number() & !(1 << 63)).err().is_some(), true);
+                assert!(ftruncate(file, input.number() & !(1 << 63)).is_err());
                 assert_eq!(size, fstat(file).map(|st| st.st_size));
                 let _ = fallocate(file, FallocateFlags::from_bits_retain(input.u8().into()), 0, 4096);
                 let _ = (fsync(file), seek(file, rustix::fs::SeekFrom::End(0)));

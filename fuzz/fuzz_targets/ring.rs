@@ -97,12 +97,7 @@ impl Kept {
             }
         });
         let workers = Arc::new(Workers {
-            service: Arc::new(Service {
-                handler: Arc::default(),
-                mem,
-                pools: Arc::default(),
-                waiting: Arc::default(),
-            }),
+            service: Arc::new(Service { handler: Arc::default(), mem, pools: Arc::default(), waiting: Arc::default() }),
             closing: AtomicBool::new(false),
             logging: AtomicBool::new(true),
             urings: Arc::new(Urings::none()),

@@ -18,7 +18,7 @@ struct Kept {
 
 impl Kept {
     fn new() -> Self {
-        let share = Share::new();
+        let share = Share::mount();
         let all = Config {
             xattr: true,
             posix_acl: Offer::Auto,

@@ -15,7 +15,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap};
 use thruway::fuse::ops::{Answer, Result};
 use thruway::window::doors::Rig;
 use thruway::window::proxy::{Event, Kind, Opened};
-use thruway::window::{Facts, Frontend, Mapping, ProxyFiles, PATIENCE, RANGE, Settings, Source, Writable};
+use thruway::window::{Facts, Frontend, Mapping, PATIENCE, ProxyFiles, RANGE, Settings, Source, Writable};
 use thruway_fuzz::Input;
 
 const NODES: u64 = 6;
@@ -92,7 +92,10 @@ impl Frontend for Vmm {
     fn unmap(&self, mapping: &Mapping) -> io::Result<()> {
         let Mapping { region, at, len, .. } = *mapping;
         match self.0.0.lock().unwrap().remove(&(region, at)) {
-            Some(piece) => Ok(assert_eq!(piece.len, len)),
+            Some(piece) => {
+                assert_eq!(piece.len, len);
+                Ok(())
+            }
             None => Err(io::Error::other("not mapped")),
         }
     }

@@ -34,7 +34,7 @@ impl Share {
     ///
     /// # Panics
     /// If a system call fails.
-    pub fn new() -> Self {
+    pub fn mount() -> Self {
         assert!(geteuid().is_root(), "this target needs root: run it as root, in a container or a virtual machine");
         // SAFETY: libFuzzer's other threads do not open paths that this changes.
         unsafe { unshare_unsafe(UnshareFlags::NEWNS) }.expect("a mount namespace");

@@ -13,11 +13,10 @@ use rustix::fs::{FlockOperation, Mode, flock};
 use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::net::sockopt::{socket_acceptconn, socket_domain};
 use rustix::process::umask;
-use thiserror::Error;
 
 /// Why the daemon cannot listen, in one line.
 #[expect(missing_docs, reason = "each variant has its message")]
-#[derive(Debug, Error)]
+#[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("another daemon uses the socket '{0}': stop it, or choose another path")]
     InUse(PathBuf),

@@ -24,7 +24,6 @@ use std::time::Duration;
 use caps::Capability;
 use clap::error::ErrorKind;
 use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, ValueEnum};
-use thiserror::Error;
 use tracing::level_filters::LevelFilter;
 
 use crate::device;
@@ -167,6 +166,8 @@ pub struct Options {
     ///
     /// Inode numbers are unique only within one file system. A sync in the guest reaches all file systems only with
     /// this.
+    // The word in brackets is for --help.
+    #[allow(rustdoc::broken_intra_doc_links)]
     #[arg(long)]
     pub announce_submounts: bool,
 
@@ -396,7 +397,7 @@ pub struct WindowSize {
 }
 
 /// Why [`parse`] returns no options.
-#[derive(Debug, Error)]
+#[derive(Debug, thiserror::Error)]
 pub enum Stop {
     /// The text of --help or --version.
     #[error("{0}")]

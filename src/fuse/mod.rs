@@ -1,5 +1,5 @@
 //! The FUSE server: wire format ([`abi`]), guest buffers ([`buf`]), decoding (`request`), replies (`reply`), and the
-//! dispatch of each request to a [`FileSystem`](ops::FileSystem) (`serve`). Knows no file system and no virtqueue.
+//! dispatch of each request to a [`FileSystem`] (`serve`). Knows no file system and no virtqueue.
 
 pub mod abi;
 pub mod buf;

@@ -17,7 +17,6 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{CWD, Mode, OFlags, openat};
 use rustix::mount::{OpenTreeFlags, open_tree};
 use rustix::process::{Pid, chdir, chroot, geteuid};
-use thiserror::Error;
 
 pub(crate) use namespace::pivot_into;
 pub use userns::IdRange;
@@ -62,7 +61,7 @@ pub struct Entered {
 
 /// Why the daemon cannot enter the sandbox or start the window process, in one line.
 #[expect(missing_docs, reason = "each variant has its message")]
-#[derive(Debug, Error)]
+#[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("--sandbox chroot needs root: run as root, or use --sandbox namespace or none")]
     ChrootNeedsRoot,
