@@ -127,7 +127,7 @@ pub struct Options {
     /// Then an open file costs the daemon no descriptor, and opening and closing one costs no messages. With
     /// --cache=auto the guest then drops a file's cached contents up to a second after a change, when it sees the new
     /// time or size. --no-open without a value is --no-open=always. It has no effect with --posix-lock, --flock, or
-    /// window passthrough. docs/caching.md says more.
+    /// window passthrough, and on a read-only share for directories only. docs/caching.md says more.
     #[arg(long, require_equals = true, num_args = 0..=1, default_value = "auto", default_missing_value = "always")]
     pub no_open: NoOpen,
 

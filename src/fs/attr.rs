@@ -15,7 +15,7 @@ use super::fd::{FdPath, stat};
 use super::idmap::{BadId, NO_ID};
 use super::inode::Inode;
 use super::opens::Use;
-use super::{cred, sys};
+use super::{cred, is_mounted_read_only, sys};
 use crate::fuse::abi::*;
 use crate::fuse::ops::{Attrs, Result};
 
@@ -202,9 +202,14 @@ impl Attrs for PassthroughFs {
         if uid == NO_ID || gid == NO_ID {
             return Err(Errno::INVAL);
         }
-        let st = self.inodes.get(node)?.with_fd(&self.places, |fd| stat(fd, c""))?;
-        let attr = self.attr(&st);
         let want = mask & 0o7;
+        let st = self.inodes.get(node)?.with_fd(&self.places, |fd| {
+            if want & 0o2 != 0 && is_mounted_read_only(fd)? {
+                return Err(Errno::ROFS);
+            }
+            stat(fd, c"")
+        })?;
+        let attr = self.attr(&st);
         let allowed = match uid {
             0 if want & 0o1 == 0 || attr.mode & 0o111 != 0 || attr.mode & libc::S_IFMT == libc::S_IFDIR => 0o7,
             0 => 0o6,

@@ -41,12 +41,12 @@ pub mod doors {
 
 use std::ffi::CString;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use rustix::fs::{OFlags, Timespec};
+use rustix::fs::{OFlags, StatVfsMountFlags, Timespec, fstatvfs};
 use rustix::io::Errno;
 
 use crate::agent::Agents;
@@ -210,6 +210,13 @@ impl PassthroughFs {
         if self.config.readonly { Err(Errno::ROFS) } else { Ok(()) }
     }
 
+    /// Whether the share is read-only, by `--readonly` or by its mount on the host.
+    fn is_read_only(&self) -> bool {
+        let root = || self.inodes.get(crate::fuse::abi::ROOT_ID);
+        let mounted = || root()?.with_fd(&self.places, |fd| is_mounted_read_only(fd));
+        self.config.readonly || mounted().unwrap_or(false)
+    }
+
     /// The flags of a feature, if the guest is to have it.
     ///
     /// # Errors
@@ -268,8 +275,11 @@ impl PassthroughFs {
             }
         }
         if self.wants_no_open(moved) && !(wanted & offered).contains(InitFlags::PASSTHROUGH_SHM) {
-            wanted |= InitFlags::NO_OPEN_SUPPORT | InitFlags::NO_OPENDIR_SUPPORT;
-            if offered.contains(InitFlags::NO_OPEN_SUPPORT) {
+            wanted |= InitFlags::NO_OPENDIR_SUPPORT;
+            // An OPEN is the only message by which a guest hears that it may not write. Without it, stores to a
+            // mapping and what a write-back cache holds would be lost.
+            if offered.contains(InitFlags::NO_OPEN_SUPPORT) && (moved || !self.is_read_only()) {
+                wanted |= InitFlags::NO_OPEN_SUPPORT;
                 // Linux would leave the truncation to an OPEN that it does not send.
                 wanted -= InitFlags::ATOMIC_O_TRUNC;
             }
@@ -328,6 +338,11 @@ impl Control for PassthroughFs {
         }
         self.load_state(flags, state).inspect_err(|_| self.destroy())
     }
+}
+
+/// Whether nothing on the mount of `fd` can be changed.
+fn is_mounted_read_only(fd: BorrowedFd) -> Result<bool> {
+    Ok(fstatvfs(fd)?.f_flag.contains(StatVfsMountFlags::RDONLY))
 }
 
 /// Opens /proc/self/fd, for tests and for a daemon without a sandbox.

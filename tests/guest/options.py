@@ -22,13 +22,13 @@ def share(tag):
     return path
 
 
-@test
-def test_readonly(_):
-    s = share("readonly")
+def is_read_only(s):
+    """Nothing in this share can be changed, and the guest hears of it at each call."""
     equal(read(f"{s}/file"), b"from the host\n")
+    for flags in (os.O_WRONLY, os.O_RDWR, os.O_RDWR | os.O_APPEND, os.O_RDONLY | os.O_TRUNC):
+        refused(EROFS, os.open, f"{s}/file", flags)
     for path in ("file", "new"):
         refused(EROFS, os.open, f"{s}/{path}", os.O_WRONLY | os.O_CREAT)
-    refused(EROFS, os.open, f"{s}/file", os.O_RDONLY | os.O_TRUNC)
     refused(EROFS, os.truncate, f"{s}/file", 0)
     refused(EROFS, os.chmod, f"{s}/file", 0)
     refused(EROFS, os.chown, f"{s}/file", 1, 1)
@@ -45,6 +45,19 @@ def test_readonly(_):
     refused(EROFS, os.open, s, os.O_TMPFILE | os.O_RDWR)
     equal(os.getxattr(f"{s}/file", "user.host"), b"host")
     equal(sorted(os.listdir(s)), ["dir", "file"])
+
+
+@test
+def test_readonly(_):
+    for tag in ("", "-always", "-no-open", "-writeback", "-metadata", "-mount"):
+        s = share(f"readonly{tag}")
+        is_read_only(s)
+        # What else a read-only file system says needs the guest's own option.
+        equal(os.access(f"{s}/file", os.W_OK), True)
+        subprocess.run(["mount", "-o", "remount,ro", s], check=True)
+        equal(os.access(f"{s}/file", os.W_OK), False)
+        equal(os.statvfs(s).f_flag & os.ST_RDONLY, os.ST_RDONLY)
+        is_read_only(s)
 
 
 @test

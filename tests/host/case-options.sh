@@ -15,7 +15,7 @@ option_share() {
 
 # fill_shares: the contents of each share before its daemon starts.
 fill_shares() {
-    mkdir -p "$work"/shares/{readonly,xattrmap,overlay,translate,submounts,onefs,readdir,user,user-none,user-mapped,legacy,mapped-ids,idmapped}
+    mkdir -p "$work"/shares/{readonly,readonly-mount,xattrmap,overlay,translate,submounts,onefs,readdir,user,user-none,user-mapped,legacy,mapped-ids,idmapped}
     cd "$work/shares" || return
     echo 'a secret of the host' >secret
     mkdir readonly/dir readdir/many submounts/mounted onefs/mounted
@@ -39,13 +39,25 @@ fill_shares() {
     # The tree's mount(8): that of Debian 12 cannot do it.
     touch mapped-ids/hosts
     from_tree mount --bind -o X-mount.idmap=b:0:100000:65536 "$PWD/mapped-ids" "$PWD/idmapped"
+    mount --bind -o ro readonly readonly-mount
 }
 
 options_case() {
-    local option_guests=() binary
+    local option_guests=() binary tag options
     (fill_shares)
 
-    option_share readonly --readonly --xattr
+    while read -r tag options; do
+        read -ra options <<<"$options"
+        start_daemon "$tag" "$work/shares/readonly" --readonly --xattr "${options[@]}"
+        option_guests+=(--fs "$tag=$work/sockets/$tag")
+    done <<'END'
+readonly
+readonly-always --cache=always
+readonly-no-open --no-open
+readonly-writeback --cache=always --writeback
+readonly-metadata --cache=metadata
+END
+    option_share readonly-mount --xattr --cache=always
     option_share xattrmap --xattrmap=:map::user.virtiofs.:
     # As docs/attributes.md says.
     option_share overlay --xattrmap=:map:trusted.:user.virtiofs.:

@@ -3,12 +3,18 @@
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString};
 use std::fs;
+use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use rustix::fs::{Mode, OFlags, openat};
 use rustix::io::Errno;
+use rustix::mount::{
+    FsMountFlags, FsOpenFlags, FsPickFlags, MountAttrFlags, fsconfig_create, fsconfig_reconfigure, fsconfig_set_flag,
+    fsmount, fsopen, fspick,
+};
 
 use super::super::tests::{List, Share, answered, me, open, open_root, root, share};
 use super::super::{CachePolicy, Config, FileHandles, InitFlags, NoOpen, PassthroughFs, proc_self_fd};
@@ -207,7 +213,7 @@ fn every_request_is_served_without_a_handle() {
 }
 
 #[test]
-fn only_files_are_opened_and_a_read_only_share_is_not_written() {
+fn only_files_are_opened() {
     let s = share(config());
     let fifo = s.fs.mknod(ROOT_ID, c"p", libc::S_IFIFO | 0o600, 0, &me()).unwrap().nodeid;
     let link = s.fs.symlink(ROOT_ID, c"l", c"p", &me()).unwrap().nodeid;
@@ -219,8 +225,53 @@ fn only_files_are_opened_and_a_read_only_share_is_not_written() {
     }
     assert_eq!(s.fs.readdir(fifo, 0, 0, &mut List::default()), Err(Errno::NOTDIR));
     assert_eq!(s.fs.fsyncdir(link, 0, false), Err(Errno::NOTDIR));
+}
 
+/// A share of a file system in memory that is read-only on the host. `None` if this user cannot make one.
+fn of_read_only_mount(config: Config) -> Option<PassthroughFs> {
+    let tmpfs = fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC).ok()?;
+    fsconfig_create(tmpfs.as_fd()).ok()?;
+    let root = fsmount(tmpfs.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, MountAttrFlags::empty()).ok()?;
+    let file = openat(&root, c"f", OFlags::CREATE | OFlags::WRONLY | OFlags::CLOEXEC, Mode::RWXU).unwrap();
+    rustix::io::write(&file, b"data").unwrap();
+    drop(file);
+    let remount = fspick(root.as_fd(), c"", FsPickFlags::FSPICK_EMPTY_PATH).unwrap();
+    fsconfig_set_flag(remount.as_fd(), c"ro").unwrap();
+    fsconfig_reconfigure(remount.as_fd()).unwrap();
+    let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), config).unwrap();
+    fs.enter_thread();
+    Some(fs)
+}
+
+#[test]
+fn a_read_only_share_is_asked_at_each_open() {
+    for (cache, writeback) in [(CachePolicy::Always, false), (CachePolicy::Always, true), (CachePolicy::Auto, false)] {
+        let config = Config { cache, writeback, ..config() };
+        let s = share(Config { readonly: true, ..config.clone() });
+        s.put("f", b"data");
+        let mounted = of_read_only_mount(config);
+        assert!(mounted.is_some() || !root());
+        for fs in [Some(&*s.fs), mounted.as_ref()].into_iter().flatten() {
+            let flags = fs.init(InitFlags::all()).unwrap().flags;
+            assert_eq!(flags & NO_OPEN, InitFlags::NO_OPENDIR_SUPPORT);
+            let node = fs.lookup(ROOT_ID, c"f").unwrap().nodeid;
+            for flags in [libc::O_RDWR, libc::O_WRONLY, libc::O_RDONLY | libc::O_TRUNC] {
+                assert_eq!(open(fs, node, flags).err(), Some(Errno::ROFS));
+            }
+            let read = open(fs, node, libc::O_RDONLY).unwrap();
+            assert_ne!(read.fh, 0);
+            assert!(OpenFlags::from_bits_retain(read.open_flags).contains(OpenFlags::NOFLUSH));
+            assert_eq!(fs.opendir(ROOT_ID, 0).err(), Some(Errno::NOSYS));
+            assert_eq!(fs.access(node, 0, 0, 2), Err(Errno::ROFS));
+            assert_eq!(fs.access(node, 0, 0, 4), Ok(()));
+        }
+    }
+}
+
+#[test]
+fn a_session_without_opens_that_moves_to_a_read_only_daemon_is_not_written() {
     let s = share(Config { readonly: true, ..config() });
+    s.fs.settle(InitFlags::all(), true).unwrap();
     s.put("f", b"data");
     let node = s.lookup(c"f").unwrap().nodeid;
     assert_eq!(s.read(node, 0, 0, 4).unwrap(), b"data");
