@@ -20,7 +20,7 @@ use thruway::fs::{Config, PassthroughFs, proc_self_fd};
 use thruway::fuse::abi::*;
 use thruway::fuse::buf::IoVecs;
 use thruway::fuse::metrics::LateMeter;
-use thruway::fuse::ops::{Control, Files, Names, Wait};
+use thruway::fuse::ops::{Caller, Control, Files, Names, Wait};
 use thruway::fuse::{Io, Reply, Server, Transport, WayBack, Work};
 use thruway::limits::{DEPUTIES, Limit};
 use thruway_bench::frontend::{Frontend, Options, WINDOW_BASE};
@@ -309,7 +309,7 @@ fn a_cold_read_is_noticed() {
     let node = fs.lookup(ROOT_ID, c"cold").unwrap().nodeid;
     let (send, opened) = mpsc::channel();
     let mut reply = Reply::late(1, Box::new(move |reply| send.send(reply).unwrap()));
-    fs.open(node, &OpenIn::default(), false, &mut reply).unwrap();
+    fs.open(node, &OpenIn::default(), Caller { uid: 0, gid: 0 }, false, &mut reply).unwrap();
     reply.finish(Ok(()));
     let open = OpenOut::read_from_bytes(&opened.recv().unwrap()[16..]).unwrap();
     let mut data = vec![0; 1 << 17];

@@ -58,7 +58,7 @@ impl Attrs for Anything {
     fn getattr(&self, node: u64, _fh: Option<u64>) -> Result<AttrOut> {
         ask(node).map(|()| AttrOut::default())
     }
-    fn setattr(&self, node: u64, _attr: &SetattrIn) -> Result<AttrOut> {
+    fn setattr(&self, node: u64, _attr: &SetattrIn, _by: Caller) -> Result<AttrOut> {
         ask(node).map(|()| AttrOut::default())
     }
     fn statx(&self, node: u64, _fh: Option<u64>, _flags: u32, _mask: u32) -> Result<StatxOut> {
@@ -119,7 +119,7 @@ impl Names for Anything {
 }
 
 impl Files for Anything {
-    fn open(&self, node: u64, _open: &OpenIn, _patient: bool, reply: &mut Reply) -> Result<()> {
+    fn open(&self, node: u64, _open: &OpenIn, _by: Caller, _patient: bool, reply: &mut Reply) -> Result<()> {
         ask(node)?;
         match node % 3 {
             0 => reply.detach().answer(Ok(OpenOut::default())),
@@ -151,7 +151,7 @@ impl Files for Anything {
     fn file_for_read(&self, _node: u64, _read: &ReadIn) -> Result<Option<OwnedFd>> {
         Ok(None)
     }
-    fn write(&self, node: u64, write: &WriteIn, from: &IoRange, _waits: bool) -> Result<usize> {
+    fn write(&self, node: u64, write: &WriteIn, _by: Caller, from: &IoRange, _waits: bool) -> Result<usize> {
         assert_eq!(from.len(), write.size as usize);
         for slice in from.as_slice() {
             // SAFETY: the slice is a part of the input's copy.
@@ -159,7 +159,7 @@ impl Files for Anything {
         }
         ask(node).map(|()| from.len())
     }
-    fn file_for_write(&self, _node: u64, _write: &WriteIn) -> Result<Option<OwnedFd>> {
+    fn file_for_write(&self, _node: u64, _write: &WriteIn, _by: Caller) -> Result<Option<OwnedFd>> {
         Ok(None)
     }
     fn flush(&self, node: u64, _fh: u64, _lock_owner: u64) -> Result<()> {
@@ -221,7 +221,7 @@ impl Dirs for Anything {
 }
 
 impl Xattrs for Anything {
-    fn setxattr(&self, node: u64, n: &CStr, value: &[u8], _flags: u32, _kill: bool) -> Result<()> {
+    fn setxattr(&self, node: u64, n: &CStr, value: &[u8], _flags: u32, _kill: Option<Caller>) -> Result<()> {
         name(n);
         look(value);
         ask(node)

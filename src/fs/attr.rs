@@ -2,6 +2,7 @@
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use rustix::fs::{
@@ -17,7 +18,7 @@ use super::inode::Inode;
 use super::opens::Use;
 use super::{cred, is_mounted_read_only, sys};
 use crate::fuse::abi::*;
-use crate::fuse::ops::{Attrs, Result};
+use crate::fuse::ops::{Attrs, Caller, Result};
 
 /// What Linux may send along in a SETATTR that changes nothing. So it asks for the set-id bits to be cleared: before
 /// fallocate(2), copy_file_range(2) or a write by a user who may not keep them, and for a chown(2) without ids. With a
@@ -25,16 +26,21 @@ use crate::fuse::ops::{Attrs, Result};
 const KILLS: SetattrValid =
     SetattrValid::FH.union(SetattrValid::LOCKOWNER).union(SetattrValid::KILL_SUIDGID).union(SetattrValid::CTIME);
 
-/// Clears a file's set-user-ID and set-group-ID bits. A caller from the file's group keeps the latter if the group may
-/// not execute the file, but the request does not say who that is. Without that right the bit gives nobody anything.
-fn clear_set_id(fd: BorrowedFd) -> Result<()> {
-    let mode = u32::from(stat(fd, c"")?.stx_mode);
-    let kept = mode & !(libc::S_ISUID | libc::S_ISGID);
-    if mode & libc::S_IFMT != libc::S_IFREG || kept == mode {
+/// Whether this is a regular file with a set-group-ID bit that its group may not execute. Such a bit gives nobody
+/// anything, and Linux leaves it to who is in the file's group (setattr_should_drop_sgid() of fs/attr.c).
+fn is_sgid_alone(mode: u32) -> bool {
+    mode & (libc::S_IFMT | libc::S_ISGID | libc::S_IXGRP) == libc::S_IFREG | libc::S_ISGID
+}
+
+/// Clears bits of a regular file's mode.
+fn clear_bits(fd: BorrowedFd, st: &Statx, bits: u32) -> Result<()> {
+    let mode = u32::from(st.stx_mode);
+    if mode & libc::S_IFMT != libc::S_IFREG || mode & bits == 0 {
         return Ok(());
     }
-    cred::keep_setid(true);
-    chmodat(CWD, FdPath::new(fd).as_cstr(), Mode::from_raw_mode(kept & 0o7777), AtFlags::empty())
+    cred::keep_setid();
+    let mode = Mode::from_raw_mode(mode & !bits & 0o7777);
+    chmodat(CWD, FdPath::new(fd).as_cstr(), mode, AtFlags::empty())
 }
 
 impl PassthroughFs {
@@ -66,6 +72,9 @@ impl PassthroughFs {
         let mode = u32::from(st.stx_mode);
         let set_id = mode & libc::S_IFMT == libc::S_IFREG && mode & (libc::S_ISUID | libc::S_ISGID) != 0;
         let told = !(set_id && self.has(InitFlags::HANDLE_KILLPRIV_V2));
+        if is_sgid_alone(mode) {
+            self.knows_sgid_alone.store(true, Ordering::Relaxed);
+        }
         if told { self.timeout_of(leased) } else { Duration::ZERO }
     }
 
@@ -90,24 +99,66 @@ impl PassthroughFs {
         }
     }
 
-    fn change(&self, fd: BorrowedFd, a: &SetattrIn, valid: SetattrValid, inode: &Arc<Inode>) -> Result<()> {
+    /// Sets which set-id bits the thread's next change of a file leaves: all, or those that `kills` may leave. If the
+    /// guest does not say who that is, a set-group-ID bit that gives nothing stays.
+    ///
+    /// Takes no system call as long as the guest knows no file with such a bit.
+    pub(super) fn set_id_kept(&self, fd: BorrowedFd, kills: Option<Caller>) {
+        let Some(by) = kills else { return cred::keep_setid() };
+        let sgid_alone = self.knows_sgid_alone.load(Ordering::Relaxed);
+        let st = if sgid_alone { stat(fd, c"").ok() } else { None };
+        cred::clear_setid(st.filter(|st| is_sgid_alone(st.stx_mode.into())).and_then(|st| match by.gid {
+            NO_ID => Some(Gid::from_raw(st.stx_gid)),
+            gid => self.host_gid(gid).ok().map(Gid::from_raw),
+        }));
+    }
+
+    /// Clears the set-id bits of a file that the caller changes, unseen by the host's kernel. The guest has found that
+    /// some must go. If it does not say who the caller is, all go.
+    fn clear_set_id(&self, fd: BorrowedFd, by: Caller) -> Result<()> {
+        let st = stat(fd, c"")?;
+        let keeps = is_sgid_alone(st.stx_mode.into()) && (by.uid == 0 || self.is_of_group(by, &st));
+        clear_bits(fd, &st, libc::S_ISUID | if keeps { 0 } else { libc::S_ISGID })
+    }
+
+    /// Clears the set-group-ID bit of a file whose access ACL the caller sets.
+    pub(super) fn clear_set_group_id(&self, fd: BorrowedFd, by: Caller) -> Result<()> {
+        let st = stat(fd, c"")?;
+        let keeps = self.is_of_group(by, &st);
+        clear_bits(fd, &st, if keeps { 0 } else { libc::S_ISGID })
+    }
+
+    /// Whether the caller's known group is the file's.
+    fn is_of_group(&self, by: Caller, st: &Statx) -> bool {
+        by.gid != NO_ID && self.host_gid(by.gid).ok() == Some(st.stx_gid)
+    }
+
+    fn change(&self, fd: BorrowedFd, a: &SetattrIn, by: Caller, inode: &Arc<Inode>) -> Result<()> {
+        let valid = SetattrValid::from_bits_truncate(a.valid);
         if self.has(InitFlags::HANDLE_KILLPRIV_V2) && (valid - KILLS).is_empty() {
-            return clear_set_id(fd);
+            return self.clear_set_id(fd, by);
         }
         // The owner comes before the mode, since chown(2) clears set-id bits.
         if valid.intersects(SetattrValid::UID | SetattrValid::GID) {
             let uid = valid.contains(SetattrValid::UID).then(|| self.host_uid(a.uid)).transpose()?;
             let gid = valid.contains(SetattrValid::GID).then(|| self.host_gid(a.gid)).transpose()?;
+            // The kernel also looks whether the caller is in the new group, which only the guest knows. So who keeps a
+            // set-group-ID bit has CAP_FSETID here. The guest's root is taken to have it.
+            let known = self.has(InitFlags::HANDLE_KILLPRIV_V2) && ![0, NO_ID].contains(&by.uid);
+            match known && !self.is_of_group(by, &stat(fd, c"")?) {
+                true => self.set_id_kept(fd, Some(by)),
+                false => cred::keep_setid(),
+            }
             chownat(fd, c"", uid.map(Uid::from_raw), gid.map(Gid::from_raw), AtFlags::EMPTY_PATH)?;
             self.drop_capability(fd);
         }
         if valid.contains(SetattrValid::MODE) {
-            cred::keep_setid(true);
+            cred::keep_setid();
             chmodat(CWD, FdPath::new(fd).as_cstr(), Mode::from_raw_mode(a.mode & 0o7777), AtFlags::empty())?;
         }
         if valid.contains(SetattrValid::SIZE) {
             let kill = self.has(InitFlags::HANDLE_KILLPRIV_V2) && valid.contains(SetattrValid::KILL_SUIDGID);
-            cred::keep_setid(!kill);
+            self.set_id_kept(fd, kill.then_some(by));
             let by_fh = valid.contains(SetattrValid::FH);
             self.resize(inode, a.size, || match by_fh && self.has_no_handle(a.fh) {
                 // The daemon may not be able to open it again.
@@ -151,12 +202,11 @@ impl Attrs for PassthroughFs {
         Ok(self.attr_out(&inode, &st, leased))
     }
 
-    fn setattr(&self, node: u64, attr: &SetattrIn) -> Result<AttrOut> {
+    fn setattr(&self, node: u64, attr: &SetattrIn, by: Caller) -> Result<AttrOut> {
         self.writable()?;
-        let valid = SetattrValid::from_bits_truncate(attr.valid);
         let inode = self.inodes.get(node)?;
         inode.with_fd(&self.places, |fd| {
-            self.change(fd, attr, valid, &inode)?;
+            self.change(fd, attr, by, &inode)?;
             let (st, leased) = self.look(&inode, || stat(fd, c""))?;
             Ok(self.attr_out(&inode, &st, leased))
         })

@@ -26,10 +26,17 @@ const NO_CAPS: CapabilitySets = CapabilitySets {
 /// Rights of who need not ask the host: to any directory, and to the names of others in a sticky one.
 const OVERRIDES: CapabilitySet = CapabilitySet::DAC_OVERRIDE.union(CapabilitySet::FOWNER);
 
+/// Rights of who may write as a member of any group, and need not be a member to open a file.
+const JOINS: CapabilitySet = CapabilitySet::DAC_OVERRIDE.union(CapabilitySet::SETGID);
+
 thread_local! {
     static READY: Cell<bool> = const { Cell::new(false) };
     static FSETID: Cell<bool> = const { Cell::new(false) };
     static OWN: Cell<(Uid, Gid)> = const { Cell::new((Uid::ROOT, Gid::ROOT)) };
+    /// The effective group.
+    static GROUP: Cell<Gid> = const { Cell::new(Gid::ROOT) };
+    /// The group that [`clear_setid`] asked for, since when [`join`] has changed nothing.
+    static WRITER: Cell<Option<Gid>> = const { Cell::new(None) };
     static CAPS: Cell<CapabilitySets> = const { Cell::new(NO_CAPS) };
 }
 
@@ -45,6 +52,7 @@ pub fn enter_thread(proc_self_fd: BorrowedFd) {
             CAPS.set(caps);
             FSETID.set(caps.effective.contains(CapabilitySet::FSETID));
             OWN.set((geteuid(), getegid()));
+            GROUP.set(getegid());
             READY.set(true);
         }
         // Every operation by path then fails. It cannot act on another file.
@@ -57,8 +65,29 @@ pub fn overrides_modes() -> bool {
     CAPS.get().effective.contains(CapabilitySet::DAC_OVERRIDE)
 }
 
-/// Sets whether the thread's writes keep set-id bits. It stays so until another operation sets it.
-pub fn keep_setid(keep: bool) {
+/// The thread's writes keep set-id bits, until [`clear_setid`].
+pub fn keep_setid() {
+    hold_fsetid(true);
+}
+
+/// The thread's writes take set-id bits away, until [`keep_setid`]: as those of a user without CAP_FSETID in this group,
+/// or in the daemon's. Without the right to be in the group, the thread stays in the daemon's.
+///
+/// Costs system calls only if the last write was in another way.
+pub fn clear_setid(group: Option<Gid>) {
+    hold_fsetid(false);
+    let own = OWN.get().1;
+    let group = group.filter(|_| CAPS.get().effective.contains(JOINS)).unwrap_or(own);
+    if WRITER.get() != Some(group) {
+        // A user namespace may not have the group. It is not asked again at each write.
+        if join(group).is_err() {
+            let _ = join(own);
+        }
+        WRITER.set(Some(group));
+    }
+}
+
+fn hold_fsetid(keep: bool) {
     let caps = CAPS.get();
     if FSETID.get() == keep || !caps.permitted.contains(CapabilitySet::FSETID) {
         return;
@@ -92,7 +121,7 @@ impl Identity {
             return Err(Errno::INVAL);
         }
         let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(gid));
-        keep_setid(true);
+        keep_setid();
         let (own_uid, own_gid) = OWN.get();
         let mut me = Self { uid: false, gid: false, groups: false, umask: false };
         let (other_uid, other_gid) = (uid != own_uid && !uid.is_root(), gid != own_gid && !gid.is_root());
@@ -101,10 +130,9 @@ impl Identity {
             // A user namespace may deny it.
             trust |= !me.groups;
         }
-        if other_gid {
-            set_egid(gid)?;
-            me.gid = true;
-        }
+        // The thread may still be in the group of who wrote last.
+        join(if other_gid { gid } else { own_gid })?;
+        me.gid = other_gid;
         if other_uid {
             set_euid(uid)?;
             me.uid = true;
@@ -136,7 +164,7 @@ impl Drop for Identity {
                 }
             }
             if self.gid {
-                set_egid(gid)?;
+                join(gid)?;
             }
             if self.groups {
                 set_thread_groups(&[])?;
@@ -160,6 +188,11 @@ fn set_euid(uid: Uid) -> Result<()> {
 }
 
 /// Sets the calling thread's effective group id alone.
-fn set_egid(gid: Gid) -> Result<()> {
-    set_thread_res_gid(None::<Gid>, gid, None::<Gid>)
+fn join(gid: Gid) -> Result<()> {
+    if GROUP.get() != gid {
+        set_thread_res_gid(None::<Gid>, gid, None::<Gid>)?;
+        GROUP.set(gid);
+        WRITER.set(None);
+    }
+    Ok(())
 }

@@ -25,7 +25,7 @@ use super::{CachePolicy, PassthroughFs, cred, sys};
 use crate::fuse::Reply;
 use crate::fuse::abi::*;
 use crate::fuse::buf::IoRange;
-use crate::fuse::ops::{Creator, Files, Result, Wait};
+use crate::fuse::ops::{Caller, Creator, Files, Result, Wait};
 
 /// The modes of fallocate(2) that Linux sends. Other modes move or cut a file's contents, which may be mapped. The
 /// window's guard does not see that.
@@ -188,6 +188,7 @@ impl PassthroughFs {
         &self,
         node: u64,
         open: &OpenIn,
+        by: Caller,
         patient: bool,
         reply: &mut Reply,
         out: impl FnOnce(OpenOut) -> T + Send + 'static,
@@ -197,7 +198,6 @@ impl PassthroughFs {
         if inode.format() != libc::S_IFREG {
             return Err(Errno::BADF);
         }
-        cred::keep_setid(open.open_flags & OPEN_KILL_SUIDGID == 0);
         if self.is_plain(open.flags) {
             if let Some(file) = inode.take_readable() {
                 return self.opened(&inode, file, open.flags, reply, out);
@@ -212,7 +212,14 @@ impl PassthroughFs {
         let file = match open.flags & libc::O_TRUNC as u32 {
             0 => opening()?,
             _ => {
-                let file = self.resize(&inode, 0, opening)?;
+                let kills = (open.open_flags & OPEN_KILL_SUIDGID != 0).then_some(by);
+                let file = self.resize(&inode, 0, || {
+                    inode.with_fd(&self.places, |fd| {
+                        self.set_id_kept(fd, kills);
+                        Ok(())
+                    })?;
+                    opening()
+                })?;
                 inode.tell_size(0);
                 self.drop_capability(file.as_fd());
                 file
@@ -225,14 +232,14 @@ impl PassthroughFs {
     ///
     /// # Errors
     /// ESTALE if the open could wait. The guest then looks the name up and sends an OPEN.
-    fn open_found(&self, entry: EntryOut, create: &CreateIn, reply: &mut Reply) -> Result<()> {
+    fn open_found(&self, entry: EntryOut, create: &CreateIn, by: Caller, reply: &mut Reply) -> Result<()> {
         let node = entry.nodeid;
         let truncates = create.flags & libc::O_TRUNC as u32 != 0;
         if truncates && self.truncating_waits(node, None)?.is_some() {
             return Err(Errno::STALE);
         }
         let open = OpenIn { flags: create.flags, open_flags: create.open_flags };
-        match self.open_known(node, &open, false, reply, move |open| CreateOut { entry, open }) {
+        match self.open_known(node, &open, by, false, reply, move |open| CreateOut { entry, open }) {
             Err(Errno::AGAIN) => Err(Errno::STALE),
             opened => opened,
         }
@@ -347,10 +354,9 @@ impl PassthroughFs {
         }
     }
 
-    /// Sets whether the thread's writes keep set-id bits.
-    fn set_id_kept(&self, write: &WriteIn) {
-        let kill = self.has(InitFlags::HANDLE_KILLPRIV_V2) && write.write_flags & WRITE_KILL_SUIDGID != 0;
-        cred::keep_setid(!kill);
+    /// Whether a write takes set-id bits away.
+    fn kills(&self, write: &WriteIn) -> bool {
+        self.has(InitFlags::HANDLE_KILLPRIV_V2) && write.write_flags & WRITE_KILL_SUIDGID != 0
     }
 
     /// Removes the file's capabilities if `--xattrmap` keeps them under another name. The kernel only removes its own.
@@ -363,12 +369,12 @@ impl PassthroughFs {
 }
 
 impl Files for PassthroughFs {
-    fn open(&self, node: u64, open: &OpenIn, patient: bool, reply: &mut Reply) -> Result<()> {
+    fn open(&self, node: u64, open: &OpenIn, by: Caller, patient: bool, reply: &mut Reply) -> Result<()> {
         if !self.gives_handles() {
             // The guest's kernel then opens files by itself.
             return Err(Errno::NOSYS);
         }
-        self.open_known(node, open, patient, reply, |open| open)
+        self.open_known(node, open, by, patient, reply, |open| open)
     }
 
     fn truncating_waits(&self, node: u64, fh: Option<u64>) -> Result<Option<Wait>> {
@@ -409,7 +415,8 @@ impl Files for PassthroughFs {
             Err(Errno::EXIST) if create.flags & libc::O_EXCL as u32 == 0 => {
                 self.settle_times_at(parent, name)?;
                 let entry = self.within(parent, name, |parent, dir| self.enter(parent, dir, name, Purpose::Settled))?;
-                let opened = self.open_found(entry, create, reply);
+                let caller = Caller { uid: by.uid, gid: by.gid };
+                let opened = self.open_found(entry, create, caller, reply);
                 opened.inspect_err(|_| self.unlearn(entry.nodeid, 1))
             }
             Err(errno) => Err(errno),
@@ -465,21 +472,21 @@ impl Files for PassthroughFs {
         if let Err(Errno::AGAIN) = copied { Ok(None) } else { copied }
     }
 
-    fn file_for_write(&self, node: u64, write: &WriteIn) -> Result<Option<OwnedFd>> {
+    fn file_for_write(&self, node: u64, write: &WriteIn, by: Caller) -> Result<Option<OwnedFd>> {
         // After the write, a window must hear of it, and capabilities under another name must go.
         let mut alone = self.window.is_none() && self.capability.is_none() && write.flags & libc::O_APPEND as u32 == 0;
         // Without a handle, each write says whether it is synchronous.
         alone &= !self.has_no_handle(write.fh) || sync_flags(write.flags) == 0;
-        self.set_id_kept(write);
         let copied = self.with_file(node, write.fh, (Use::Write, write.flags, false), |file| {
+            self.set_id_kept(file.fd, self.kills(write).then_some(by));
             Ok(if alone { file.copy() } else { None })
         });
         if let Err(Errno::AGAIN) = copied { Ok(None) } else { copied }
     }
 
-    fn write(&self, node: u64, write: &WriteIn, from: &IoRange, waits: bool) -> Result<usize> {
-        self.set_id_kept(write);
+    fn write(&self, node: u64, write: &WriteIn, by: Caller, from: &IoRange, waits: bool) -> Result<usize> {
         self.with_file(node, write.fh, (Use::Write, write.flags, waits), |file| {
+            self.set_id_kept(file.fd, self.kills(write).then_some(by));
             self.write_to(file.fd, node, write, from)
         })
     }
@@ -524,7 +531,7 @@ impl Files for PassthroughFs {
 
     fn fallocate(&self, node: u64, a: &FallocateIn) -> Result<()> {
         self.writable()?;
-        cred::keep_setid(true);
+        cred::keep_setid();
         let mode = FallocateFlags::from_bits_retain(a.mode);
         if !SPACE.contains(&mode) {
             return Err(Errno::OPNOTSUPP);
@@ -567,7 +574,7 @@ impl Files for PassthroughFs {
         if a.flags != 0 {
             return Err(Errno::INVAL);
         }
-        cred::keep_setid(true);
+        cred::keep_setid();
         self.with_file(node, a.fh_in, (Use::Read, 0, true), |from| {
             self.with_file(a.nodeid_out, a.fh_out, (Use::Write, 0, true), |to| self.copy(node, from, to, a))
         })

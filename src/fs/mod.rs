@@ -43,7 +43,7 @@ use std::ffi::CString;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use rustix::fs::{OFlags, StatVfsMountFlags, Timespec, fstatvfs};
@@ -85,6 +85,8 @@ pub struct PassthroughFs {
     capability: Option<CString>,
     /// What INIT settled ([`InitFlags`]).
     session: AtomicU64,
+    /// The guest has been told of a file with a set-group-ID bit that its group may not execute.
+    knows_sgid_alone: AtomicBool,
     window: Option<Arc<Window>>,
     /// The files that the guest maps with `dax=inode`.
     grants: Grants,
@@ -141,6 +143,7 @@ impl PassthroughFs {
             hosts: Hosts::default(),
             capability,
             session: AtomicU64::new(0),
+            knows_sgid_alone: AtomicBool::new(false),
             proc_self_fd: Arc::new(proc_self_fd),
             window: None,
             grants: Grants::default(),
@@ -213,7 +216,7 @@ impl PassthroughFs {
     /// Whether the share is read-only, by `--readonly` or by its mount on the host.
     fn is_read_only(&self) -> bool {
         let root = || self.inodes.get(crate::fuse::abi::ROOT_ID);
-        let mounted = || root()?.with_fd(&self.places, |fd| is_mounted_read_only(fd));
+        let mounted = || root()?.with_fd(&self.places, is_mounted_read_only);
         self.config.readonly || mounted().unwrap_or(false)
     }
 
@@ -304,6 +307,7 @@ impl Control for PassthroughFs {
         self.handles.clear();
         self.inodes.clear();
         self.grants.clear();
+        self.knows_sgid_alone.store(false, Ordering::Relaxed);
         if let Some(watch) = &self.leases.watch {
             watch.clear();
         }

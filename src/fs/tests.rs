@@ -5,7 +5,7 @@ use std::fs;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, symlink};
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -34,6 +34,9 @@ pub(super) struct Share {
     pub dir: TempDir,
     pub fs: Arc<PassthroughFs>,
 }
+
+/// Who sends the requests of tests for which that does not matter.
+pub(super) const CALLER: Caller = Caller { uid: 0, gid: 0 };
 
 const ROOT: Creator = Creator { uid: 0, gid: 0, umask: 0, group: None, label: None };
 
@@ -72,7 +75,7 @@ pub(super) fn answered<T: FromBytes>(serve: impl FnOnce(&mut Reply) -> Result<()
 }
 
 pub(super) fn open(fs: &PassthroughFs, node: u64, flags: i32) -> Result<OpenOut> {
-    answered(|reply| fs.open(node, &OpenIn { flags: flags as u32, open_flags: 0 }, false, reply))
+    answered(|reply| fs.open(node, &OpenIn { flags: flags as u32, open_flags: 0 }, CALLER, false, reply))
 }
 
 fn plain() -> Share {
@@ -106,12 +109,16 @@ impl Share {
         write_flags: u32,
         flags: i32,
     ) -> Result<usize> {
+        let write = WriteIn { fh, offset, write_flags, flags: flags as u32, ..Default::default() };
+        self.write_by(node, &write, CALLER, data)
+    }
+
+    fn write_by(&self, node: u64, write: &WriteIn, by: Caller, data: &[u8]) -> Result<usize> {
         let mut data = data.to_vec();
         let mut vecs = IoVecs::default();
         // SAFETY: `data` outlives the list.
         unsafe { vecs.push(data.as_mut_ptr(), data.len(), true) };
-        let write = WriteIn { fh, offset, write_flags, flags: flags as u32, ..Default::default() };
-        self.fs.write(node, &write, &vecs.range(0..usize::MAX), true)
+        self.fs.write(node, write, by, &vecs.range(0..usize::MAX), true)
     }
 
     pub(super) fn read(&self, node: u64, fh: u64, offset: u64, size: usize) -> Result<Vec<u8>> {
@@ -454,7 +461,8 @@ fn attributes_are_set() {
     let s = plain();
     s.put("f", b"0123456789");
     let node = s.lookup(c"f").unwrap().nodeid;
-    let set = |valid: SetattrValid, attr: SetattrIn| s.fs.setattr(node, &SetattrIn { valid: valid.bits(), ..attr });
+    let set =
+        |valid: SetattrValid, attr: SetattrIn| s.fs.setattr(node, &SetattrIn { valid: valid.bits(), ..attr }, CALLER);
     let out = set(SetattrValid::MODE, SetattrIn { mode: 0o4711, ..Default::default() }).unwrap();
     assert_eq!(out.attr.mode, libc::S_IFREG | 0o4711);
     let out = set(SetattrValid::SIZE, SetattrIn { size: 3, ..Default::default() }).unwrap();
@@ -465,7 +473,7 @@ fn attributes_are_set() {
     assert!(set(SetattrValid::SIZE, SetattrIn { size: u64::MAX, ..Default::default() }).is_err());
     let symlinked = s.fs.symlink(ROOT_ID, c"l", c"nowhere", &me()).unwrap();
     let valid = (SetattrValid::ATIME | SetattrValid::ATIME_NOW).bits();
-    s.fs.setattr(symlinked.nodeid, &SetattrIn { valid, ..Default::default() }).unwrap();
+    s.fs.setattr(symlinked.nodeid, &SetattrIn { valid, ..Default::default() }, CALLER).unwrap();
     assert!(s.fs.statx(node, None, 0, u32::MAX).unwrap().stat.btime.tv_sec > 0);
     assert!(s.fs.statfs(node).unwrap().blocks > 0);
 }
@@ -534,23 +542,115 @@ fn set_id_bits_go_when_the_guest_says_so() {
     s.write(node, fh, 0, b"x", 0, 0).unwrap();
     assert_eq!(mode(), 0o6755);
     let valid = (SetattrValid::SIZE | SetattrValid::KILL_SUIDGID).bits();
-    s.fs.setattr(node, &SetattrIn { valid, size: 1, ..Default::default() }).unwrap();
+    s.fs.setattr(node, &SetattrIn { valid, size: 1, ..Default::default() }, CALLER).unwrap();
     assert_eq!(mode(), 0o755);
     set();
     // A SETATTR that changes nothing.
     set();
     assert_eq!(s.lookup(c"f").unwrap().attr_valid, 0);
-    let out = s.fs.setattr(node, &SetattrIn::default()).unwrap();
+    let out = s.fs.setattr(node, &SetattrIn::default(), CALLER).unwrap();
     assert_eq!((mode(), out.attr.mode & 0o7777), (0o755, 0o755));
     assert_eq!(s.lookup(c"f").unwrap().attr_valid, 1);
     // Linux sends it for a caller outside of the file's group who may not keep this bit.
     fs::set_permissions(s.dir.path().join("f"), fs::Permissions::from_mode(0o2744)).unwrap();
-    s.fs.setattr(node, &SetattrIn::default()).unwrap();
+    s.fs.setattr(node, &SetattrIn::default(), Caller { uid: 1000, gid: 1000 }).unwrap();
     assert_eq!(mode(), 0o744);
     set();
     let truncating = OpenIn { flags: (libc::O_RDWR | libc::O_TRUNC) as u32, open_flags: OPEN_KILL_SUIDGID };
-    answered::<OpenOut>(|reply| s.fs.open(node, &truncating, false, reply)).unwrap();
+    answered::<OpenOut>(|reply| s.fs.open(node, &truncating, CALLER, false, reply)).unwrap();
     assert_eq!(mode(), 0o755);
+}
+
+/// As Linux: a member of the file's group keeps the set-group-ID bit if the group may not execute the file. A guest that
+/// does not say who changes the file keeps it, unless it says itself that bits go.
+#[test]
+fn who_changes_a_file_decides_on_its_set_group_id_bit() {
+    if !root() {
+        return;
+    }
+    let (user, group, other) = (1000, 1001, 1002);
+    let s = share(Config { killpriv_v2: Some(true), xattr: true, ..Default::default() });
+    s.put("f", b"data");
+    let path = s.dir.path().join("f");
+    let (node, fh) = s.open(c"f", libc::O_RDWR);
+    let setattr = |valid: SetattrValid, by| {
+        s.fs.setattr(node, &SetattrIn { valid: valid.bits(), size: 1, gid: other, ..Default::default() }, by).map(drop)
+    };
+    type Change<'a> = (&'a str, &'a dyn Fn(Caller) -> Result<()>);
+    let changes: [Change; 6] = [
+        ("write", &|by| {
+            let write = WriteIn { fh, write_flags: WRITE_KILL_SUIDGID, ..Default::default() };
+            s.write_by(node, &write, by, b"x").map(drop)
+        }),
+        ("io_uring", &|by| {
+            let write = WriteIn { fh, write_flags: WRITE_KILL_SUIDGID, ..Default::default() };
+            // The kernel writes with the credentials of the thread that asks.
+            fs::File::from(s.fs.file_for_write(node, &write, by)?.unwrap()).write_all_at(b"x", 0).unwrap();
+            Ok(())
+        }),
+        ("O_TRUNC", &|by| {
+            let open = OpenIn { flags: (libc::O_RDWR | libc::O_TRUNC) as u32, open_flags: OPEN_KILL_SUIDGID };
+            answered::<OpenOut>(|reply| s.fs.open(node, &open, by, false, reply)).map(drop)
+        }),
+        ("truncate", &|by| setattr(SetattrValid::SIZE | SetattrValid::KILL_SUIDGID, by)),
+        ("fallocate", &|by| setattr(SetattrValid::FH, by)),
+        ("chown", &|by| setattr(SetattrValid::GID, by)),
+    ];
+    // Each change is made after each other one, whoever made that.
+    let unknown = u32::MAX;
+    for (file_group, caller, member) in
+        [(group, group, true), (group, other, false), (0, group, false), (0, 0, true), (group, unknown, true)]
+    {
+        for (name, change) in changes {
+            for mode in [0o2644, 0o2744, 0o6644, 0o2755, 0o6775] {
+                std::os::unix::fs::chown(&path, Some(user), Some(file_group)).unwrap();
+                fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+                // The guest hears of the mode.
+                s.lookup(c"f").unwrap();
+                change(Caller { uid: if caller == unknown { unknown } else { user }, gid: caller }).unwrap();
+                let keeps = member && mode & 0o10 == 0 && (caller, name) != (unknown, "fallocate");
+                let kept = if keeps { 0o2777 } else { 0o777 };
+                let got = fs::metadata(&path).unwrap().mode() & 0o7777;
+                let by = format!("{name} by group {caller} of a file of group {file_group}, {mode:o}");
+                assert_eq!(format!("{got:o}"), format!("{:o}", mode & kept), "{by}");
+                // What the thread creates next is not its last writer's.
+                let made = s.fs.mkdir(ROOT_ID, c"d", 0o755, &ROOT).unwrap();
+                assert_eq!((made.attr.uid, made.attr.gid), (0, 0), "{by}");
+                s.fs.rmdir(ROOT_ID, c"d").unwrap();
+            }
+        }
+    }
+}
+
+/// setxattr(2) of an ACL that gives the same rights as the mode 0755.
+#[test]
+fn an_acl_takes_the_set_group_id_bit_from_who_is_not_in_the_group() {
+    if !root() {
+        return;
+    }
+    let s = share(Config { posix_acl: Offer::Auto, xattr: true, ..Default::default() });
+    s.put("f", b"data");
+    let path = s.dir.path().join("f");
+    // struct posix_acl_xattr_header and _entry of include/uapi/linux/posix_acl_xattr.h: ACL_USER_OBJ, _GROUP_OBJ, _OTHER.
+    let entry = |tag: u16, rights: u16| [tag.to_le_bytes(), rights.to_le_bytes(), [0xff; 2], [0xff; 2]].concat();
+    let acl = [vec![2, 0, 0, 0], entry(1, 7), entry(4, 5), entry(0x20, 5)].concat();
+    let node = s.lookup(c"f").unwrap().nodeid;
+    for (group, by, kept) in [
+        (5, None, true),
+        (5, Some(Caller { uid: 1000, gid: 5 }), true),
+        (5, Some(Caller { uid: 1000, gid: 1000 }), false),
+        (0, Some(Caller { uid: 1000, gid: 1000 }), false),
+        (0, Some(Caller { uid: u32::MAX, gid: u32::MAX }), false),
+    ] {
+        std::os::unix::fs::chown(&path, Some(1000), Some(group)).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o2775)).unwrap();
+        match s.fs.setxattr(node, c"system.posix_acl_access", &acl, 0, by) {
+            Err(Errno::OPNOTSUPP) => return,
+            done => done.unwrap(),
+        }
+        let mode = fs::metadata(&path).unwrap().mode() & 0o7777;
+        assert_eq!(format!("{mode:o}"), if kept { "2755" } else { "755" }, "{group} {by:?}");
+    }
 }
 
 #[test]
@@ -577,8 +677,8 @@ fn a_read_only_share_is_not_written() {
         fs.rename(ROOT_ID, c"f", ROOT_ID, c"n", 0, &me()),
         fs.unlink(ROOT_ID, c"f"),
         fs.rmdir(ROOT_ID, c"f"),
-        fs.setattr(node, &SetattrIn::default()).map(drop),
-        fs.setxattr(node, c"user.x", b"", 0, false),
+        fs.setattr(node, &SetattrIn::default(), CALLER).map(drop),
+        fs.setxattr(node, c"user.x", b"", 0, None),
         fs.removexattr(node, c"user.x"),
         fs.fallocate(node, &FallocateIn { fh, length: 9, ..Default::default() }),
         fs.access(node, 0, 0, 2),
@@ -592,7 +692,7 @@ fn xattrs_are_mapped() {
     let s = share(Config { xattr: true, xattrmap, ..Default::default() });
     s.put("f", b"data");
     let node = s.lookup(c"f").unwrap().nodeid;
-    match s.fs.setxattr(node, c"trusted.a", b"value", 0, false) {
+    match s.fs.setxattr(node, c"trusted.a", b"value", 0, None) {
         Err(Errno::OPNOTSUPP) => return,
         done => done.unwrap(),
     }
@@ -607,7 +707,7 @@ fn xattrs_are_mapped() {
     assert_eq!(s.fs.listxattr(node, 9, &mut out), Err(Errno::RANGE));
 
     // The kernel does not know that this attribute has a file's capabilities.
-    s.fs.setxattr(node, c"security.capability", b"caps", 0, false).unwrap();
+    s.fs.setxattr(node, c"security.capability", b"caps", 0, None).unwrap();
     let (node, fh) = s.open(c"f", libc::O_RDWR);
     s.write(node, fh, 0, b"x", 0, 0).unwrap();
     assert_eq!(s.fs.getxattr(node, c"security.capability", 0, &mut out), Err(Errno::NODATA));

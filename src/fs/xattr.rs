@@ -9,7 +9,7 @@ use rustix::io::Errno;
 use super::fd::FdPath;
 use super::{PassthroughFs, cred};
 use crate::fuse::abi::InitFlags;
-use crate::fuse::ops::{Result, Xattrs};
+use crate::fuse::ops::{Caller, Result, Xattrs};
 
 /// The longest list of names and the longest value in bytes: XATTR_LIST_MAX and XATTR_SIZE_MAX of
 /// include/uapi/linux/limits.h. A guest that asks for more gets no larger buffer.
@@ -60,12 +60,18 @@ impl PassthroughFs {
 }
 
 impl Xattrs for PassthroughFs {
-    fn setxattr(&self, node: u64, name: &CStr, value: &[u8], flags: u32, kill_sgid: bool) -> Result<()> {
+    fn setxattr(&self, node: u64, name: &CStr, value: &[u8], flags: u32, kill_sgid: Option<Caller>) -> Result<()> {
         let name = self.xattr_name(name)?;
         self.writable()?;
-        cred::keep_setid(!kill_sgid);
+        cred::keep_setid();
         let flags = XattrFlags::from_bits_retain(flags);
-        self.with_path(node, |path| setxattr(path, &*name, value, flags))
+        self.inodes.get(node)?.with_fd(&self.places, |fd| {
+            setxattr(FdPath::new(fd).as_cstr(), &*name, value, flags)?;
+            match kill_sgid {
+                Some(by) => self.clear_set_group_id(fd, by),
+                None => Ok(()),
+            }
+        })
     }
 
     fn getxattr(&self, node: u64, name: &CStr, size: usize, to: &mut Vec<u8>) -> Result<usize> {

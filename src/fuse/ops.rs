@@ -33,6 +33,16 @@ pub struct Creator<'a> {
     pub label: Option<(&'a CStr, &'a [u8])>,
 }
 
+/// Who sent a request, by the guest's numbers. Of the caller's groups, only the first is known. With ALLOW_IDMAP, Linux
+/// names nobody but who creates a file: both are [`u32::MAX`] then (fuse_get_req() of fs/fuse/dev.c).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Caller {
+    /// The user.
+    pub uid: u32,
+    /// The group.
+    pub gid: u32,
+}
+
 /// What INIT settled.
 pub struct Session {
     /// What both sides support.
@@ -82,7 +92,7 @@ pub trait Attrs {
     /// fstat(2). `fh`: an open file of this node.
     fn getattr(&self, node: u64, fh: Option<u64>) -> Result<AttrOut>;
     /// chmod(2), chown(2), truncate(2) and utimensat(2), by the bits of `valid`.
-    fn setattr(&self, node: u64, attr: &SetattrIn) -> Result<AttrOut>;
+    fn setattr(&self, node: u64, attr: &SetattrIn, by: Caller) -> Result<AttrOut>;
     /// statx(2).
     fn statx(&self, node: u64, fh: Option<u64>, flags: u32, mask: u32) -> Result<StatxOut>;
     /// statfs(2).
@@ -128,7 +138,7 @@ pub trait Files {
     ///
     /// # Errors
     /// EAGAIN if it would have to wait and is not `patient`; ENOSYS if the guest is to open files by itself.
-    fn open(&self, node: u64, open: &OpenIn, patient: bool, reply: &mut Reply) -> Result<()>;
+    fn open(&self, node: u64, open: &OpenIn, by: Caller, patient: bool, reply: &mut Reply) -> Result<()>;
     /// What truncating this file, to whatever size, may wait for. `None`: a queue's worker may do it.
     fn truncating_waits(&self, node: u64, fh: Option<u64>) -> Result<Option<Wait>>;
     /// Replies with a [`CreateOut`], at once or later.
@@ -144,9 +154,9 @@ pub trait Files {
     ///
     /// # Errors
     /// EAGAIN if the thread would have to wait for the holder of a lease, which it may only with `waits`.
-    fn write(&self, node: u64, write: &WriteIn, from: &IoRange, waits: bool) -> Result<usize>;
+    fn write(&self, node: u64, write: &WriteIn, by: Caller, from: &IoRange, waits: bool) -> Result<usize>;
     /// The open file, if io_uring may write to it instead of [`write`](Self::write), with this thread's credentials.
-    fn file_for_write(&self, node: u64, write: &WriteIn) -> Result<Option<OwnedFd>>;
+    fn file_for_write(&self, node: u64, write: &WriteIn, by: Caller) -> Result<Option<OwnedFd>>;
     /// A process has closed a descriptor of the file: drops the locks of `lock_owner`.
     ///
     /// # Errors
@@ -190,8 +200,8 @@ pub trait Dirs {
 
 /// Extended attributes.
 pub trait Xattrs {
-    /// setxattr(2). With `kill_sgid` it clears the set-group-ID bit.
-    fn setxattr(&self, node: u64, name: &CStr, value: &[u8], flags: u32, kill_sgid: bool) -> Result<()>;
+    /// setxattr(2). An access ACL takes the set-group-ID bit away unless the file's group is that of `kill_sgid`.
+    fn setxattr(&self, node: u64, name: &CStr, value: &[u8], flags: u32, kill_sgid: Option<Caller>) -> Result<()>;
     /// Writes the value to `to`, at most `size` bytes. Returns its length. A `size` of 0 asks for the length alone.
     fn getxattr(&self, node: u64, name: &CStr, size: usize, to: &mut Vec<u8>) -> Result<usize>;
     /// Like [`getxattr`](Self::getxattr), for the list of names.

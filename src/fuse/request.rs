@@ -7,7 +7,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use super::abi::*;
 use super::buf::{IoRange, IoVecs};
-use super::ops::{Creator, Result};
+use super::ops::{Caller, Creator, Result};
 use crate::limits::ARGUMENT_BYTES;
 
 /// The length of a WRITE's arguments, and where its data begins, in bytes.
@@ -88,6 +88,11 @@ impl<'a> Request<'a> {
             return Err(Errno::INVAL);
         }
         Ok(self.readable.range(WRITE_DATA..WRITE_DATA + len))
+    }
+
+    /// Who sent the request.
+    pub fn caller(&self) -> Caller {
+        Caller { uid: self.header.uid, gid: self.header.gid }
     }
 
     /// The creator of a file, from the header and the extensions at the end of the request (struct fuse_ext_header and

@@ -99,7 +99,13 @@ fn write(fs: &PassthroughFs, node: u64, fh: u64, offset: u64, data: &str) -> Res
     let mut vecs = IoVecs::default();
     // SAFETY: `data` outlives the list.
     unsafe { vecs.push(data.as_mut_ptr(), data.len(), true) };
-    fs.write(node, &WriteIn { fh, offset, ..Default::default() }, &vecs.range(0..usize::MAX), true)
+    fs.write(
+        node,
+        &WriteIn { fh, offset, ..Default::default() },
+        Caller { uid: 0, gid: 0 },
+        &vecs.range(0..usize::MAX),
+        true,
+    )
 }
 
 fn read(fs: &PassthroughFs, node: u64, fh: u64) -> Result<usize> {

@@ -16,7 +16,7 @@ use rustix::mount::{
     fsmount, fsopen, fspick,
 };
 
-use super::super::tests::{List, Share, answered, me, open, open_root, root, share};
+use super::super::tests::{CALLER, List, Share, answered, me, open, open_root, root, share};
 use super::super::{CachePolicy, Config, FileHandles, InitFlags, NoOpen, PassthroughFs, proc_self_fd};
 use crate::fuse::abi::*;
 use crate::fuse::ops::*;
@@ -165,7 +165,7 @@ fn every_request_is_served_without_a_handle() {
             assert_eq!(s.fs.statx(node, Some(0), 0, u32::MAX).unwrap().stat.size, 11);
             again();
             let valid = (SetattrValid::SIZE | SetattrValid::FH).bits();
-            let out = s.fs.setattr(node, &SetattrIn { valid, size: 4, ..Default::default() }).unwrap();
+            let out = s.fs.setattr(node, &SetattrIn { valid, size: 4, ..Default::default() }, CALLER).unwrap();
             assert_eq!((out.attr.size, s.host("f")), (4, b"-_23".to_vec()));
             again();
             s.fs.fsync(node, 0, false).unwrap();
@@ -198,11 +198,11 @@ fn every_request_is_served_without_a_handle() {
             file.read_exact_at(&mut data, 2).unwrap();
             assert_eq!(&data, b"23");
             let write = WriteIn { flags: libc::O_RDWR as u32, ..Default::default() };
-            let file = fs::File::from(s.fs.file_for_write(node, &write).unwrap().unwrap());
+            let file = fs::File::from(s.fs.file_for_write(node, &write, CALLER).unwrap().unwrap());
             file.write_all_at(b"io", 0).unwrap();
             // io_uring would not sync.
             let write = WriteIn { flags: libc::O_SYNC as u32, ..Default::default() };
-            assert!(s.fs.file_for_write(node, &write).unwrap().is_none());
+            assert!(s.fs.file_for_write(node, &write, CALLER).unwrap().is_none());
         }
         assert_eq!(s.fs.flush(node, 0, 1), Err(Errno::NOSYS));
         s.fs.release(node, &ReleaseIn::default()).unwrap();
@@ -276,7 +276,7 @@ fn a_session_without_opens_that_moves_to_a_read_only_daemon_is_not_written() {
     let node = s.lookup(c"f").unwrap().nodeid;
     assert_eq!(s.read(node, 0, 0, 4).unwrap(), b"data");
     assert_eq!(s.write(node, 0, 0, b"x", 0, 0), Err(Errno::ROFS));
-    assert_eq!(s.fs.file_for_write(node, &WriteIn::default()).err(), Some(Errno::ROFS));
+    assert_eq!(s.fs.file_for_write(node, &WriteIn::default(), CALLER).err(), Some(Errno::ROFS));
     let copy = CopyFileRangeIn { off_out: 4, nodeid_out: node, len: 2, ..Default::default() };
     assert_eq!(s.fs.copy_file_range(node, &copy), Err(Errno::ROFS));
     assert_eq!(s.fs.fallocate(node, &FallocateIn { length: 9, ..Default::default() }), Err(Errno::ROFS));

@@ -150,7 +150,7 @@ fn the_guest_changes_a_file() {
     s.later(|| assert!(!s.keeps_as(libc::O_RDWR | libc::O_TRUNC)));
     s.assert_changed("a truncation by OPEN");
     let attr = SetattrIn { valid: SetattrValid::SIZE.bits(), size: 7, ..Default::default() };
-    s.later(|| assert_eq!(s.fs.setattr(node, &attr).unwrap().attr.size, 7));
+    s.later(|| assert_eq!(s.fs.setattr(node, &attr, CALLER).unwrap().attr.size, 7));
     s.assert_changed("a truncation by SETATTR");
     // An open for writing that writes nothing keeps, and what it finds still holds.
     assert!(s.keeps_as(libc::O_RDWR) && s.keeps_as(libc::O_WRONLY) && s.keeps());

@@ -405,7 +405,7 @@ impl World {
                 let mode = 0o700 + self.below(8) as u32;
                 let sent = self.guest.borrow().handled;
                 let set = SetattrIn { valid: SetattrValid::MODE.bits(), mode, ..Default::default() };
-                let got = fs.setattr(node, &set);
+                let got = fs.setattr(node, &set, CALLER);
                 let mut guest = self.guest.borrow_mut();
                 match got {
                     Ok(out) => guest.attr(sent, node, &out.attr, out.attr_valid),

@@ -32,15 +32,16 @@ impl<F: FileSystem> Server<F> {
         let args: WriteIn = request.take()?;
         let (node, size) = (request.header.nodeid, data_len(args.size)?);
         let long = reply.moves(size);
+        let by = request.caller();
         let data = request.data(size)?;
         if long && data.as_slice().len() <= IOV_MAX {
-            if let Some(file) = self.fs.file_for_write(node, &args)? {
+            if let Some(file) = self.fs.file_for_write(node, &args, by)? {
                 reply.write_elsewhere(file, args.offset, &data);
                 return Ok(());
             }
         }
         let waits = reply.may_wait();
-        match self.fs.write(node, &args, &data, waits) {
+        match self.fs.write(node, &args, by, &data, waits) {
             Err(Errno::AGAIN) if !waits => {
                 reply.serve_anew();
                 Ok(())

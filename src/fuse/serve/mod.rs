@@ -175,9 +175,9 @@ impl<F: FileSystem> Server<F> {
     fn setattr(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {
         let args: SetattrIn = request.take()?;
         let (node, valid) = (request.header.nodeid, SetattrValid::from_bits_retain(args.valid));
-        let fh = valid.contains(SetattrValid::FH).then_some(args.fh);
+        let (fh, by) = (valid.contains(SetattrValid::FH).then_some(args.fh), request.caller());
         let wait = if valid.contains(SetattrValid::SIZE) { self.fs.truncating_waits(node, fh)? } else { None };
-        self.serve_where(wait, reply, move |fs, reply| reply.put(&fs.setattr(node, &args)?))
+        self.serve_where(wait, reply, move |fs, reply| reply.put(&fs.setattr(node, &args, by)?))
     }
 
     /// The four calls of ioctl(2) that tell and change a file's flags. Linux from 5.13 on sends them for chattr(1) and
@@ -206,6 +206,7 @@ impl<F: FileSystem> Server<F> {
     }
 
     fn setxattr(&self, request: &mut Request) -> Result<()> {
+        let by = request.caller();
         let (size, flags, ext) = if self.has(InitFlags::SETXATTR_EXT) {
             let args: SetxattrIn = request.take()?;
             (args.size, args.flags, args.setxattr_flags)
@@ -215,7 +216,7 @@ impl<F: FileSystem> Server<F> {
         };
         let name = request.name()?;
         let value = request.bytes(size as usize)?;
-        self.fs.setxattr(request.header.nodeid, name, value, flags, ext & SETXATTR_ACL_KILL_SGID != 0)
+        self.fs.setxattr(request.header.nodeid, name, value, flags, (ext & SETXATTR_ACL_KILL_SGID != 0).then_some(by))
     }
 }
 

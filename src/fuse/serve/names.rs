@@ -65,14 +65,14 @@ impl<F: FileSystem> Server<F> {
 
     pub(super) fn open(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {
         let args: OpenIn = request.take()?;
-        let node = request.header.nodeid;
-        let patient = move |fs: &F, reply: &mut Reply| fs.open(node, &args, true, reply);
+        let (node, by) = (request.header.nodeid, request.caller());
+        let patient = move |fs: &F, reply: &mut Reply| fs.open(node, &args, by, true, reply);
         if args.flags & libc::O_TRUNC as u32 != 0 {
             if let Some(wait) = self.fs.truncating_waits(node, None)? {
                 return self.serve_where(Some(wait), reply, patient);
             }
         }
-        match self.fs.open(node, &args, false, reply) {
+        match self.fs.open(node, &args, by, false, reply) {
             // The open waits for the holder of a lease.
             Err(Errno::AGAIN) if args.flags & libc::O_NONBLOCK as u32 == 0 => {
                 self.serve_where(Some(Wait::Others), reply, patient)
