@@ -48,11 +48,27 @@ pub fn keeps_name(fd: BorrowedFd) -> bool {
     fstatfs(fd).is_ok_and(|st| st.f_type == libc::NFS_SUPER_MAGIC)
 }
 
-/// An open file of each mount that has handles, by mount id. `None`: its handles do not last.
+/// An open file of each mount that has handles. It is a directory, unless a file is all that was mounted: a file that is
+/// open keeps its space when the host removes it.
 #[derive(Default)]
-pub struct Mounts(DashMap<i32, Option<Weak<Mount>>>);
+pub struct Mounts {
+    /// By mount id. `None`: its handles do not last.
+    all: DashMap<i32, Option<Weak<Mount>>>,
+    /// The mount of the shared directory, which stays.
+    shared: Option<Arc<Mount>>,
+}
 
 impl Mounts {
+    /// Opens the shared directory.
+    ///
+    /// # Errors
+    /// As [`handle`](Self::handle).
+    pub fn new(root: BorrowedFd) -> Result<Self> {
+        let mut mounts = Self::default();
+        mounts.shared = Some(mounts.handle(root)?.mount);
+        Ok(mounts)
+    }
+
     /// A handle of this file. The first of each mount was seen to open.
     ///
     /// # Errors
@@ -70,7 +86,7 @@ impl Mounts {
 
     /// An open file of the mount, and whether it was opened just now.
     fn mount(&self, id: i32, fd: BorrowedFd) -> Result<(Arc<Mount>, bool)> {
-        if let Some(known) = self.0.get(&id) {
+        if let Some(known) = self.all.get(&id) {
             match known.as_ref().map(Weak::upgrade) {
                 Some(Some(mount)) => return Ok((mount, false)),
                 // The number may be another mount's by now. That one is then served by descriptors too.
@@ -81,7 +97,7 @@ impl Mounts {
         // FUSE names a file by what the kernel has in its cache. Once the kernel drops the file from there, the handle
         // is stale, unless the server can find it again (FUSE_EXPORT_SUPPORT), which cannot be seen from outside.
         if fstatfs(fd)?.f_type == libc::FUSE_SUPER_MAGIC {
-            self.0.insert(id, None);
+            self.all.insert(id, None);
             return Err(Errno::OPNOTSUPP);
         }
         // open_by_handle_at(2) takes no O_PATH descriptor. Opening a device or a FIFO could do anything.
@@ -93,7 +109,7 @@ impl Mounts {
         let fd = reopen(fd, OFlags::RDONLY | OFlags::NONBLOCK)?;
         let keeps_name = keeps_name(fd.as_fd());
         let mount = Arc::new(Mount { fd, keeps_name });
-        self.0.insert(id, Some(Arc::downgrade(&mount)));
+        self.all.insert(id, Some(Arc::downgrade(&mount)));
         Ok((mount, true))
     }
 }

@@ -499,11 +499,11 @@ impl Drop for Places {
 }
 
 impl Places {
-    pub fn new(mode: FileHandles) -> Self {
+    pub fn new(mode: FileHandles, mounts: Mounts) -> Self {
         let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
         let end = limit - limits::OWN_DESCRIPTORS.min(limit / 4);
         let end = RawFd::try_from(end).unwrap_or(RawFd::MAX);
-        Self { mode, kept: Kept::start(), mounts: Mounts::default(), end }
+        Self { mode, kept: Kept::start(), mounts, end }
     }
 
     /// To be asked before a descriptor stays open for the guest. The kernel gives out the lowest free number, so the

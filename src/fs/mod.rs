@@ -56,6 +56,7 @@ use crate::watch::Watch;
 use crate::window::{self, Window};
 pub use config::{CachePolicy, Config, FileHandles, Migration, MigrationMode, MigrationOnError, NoOpen, Offer};
 use dax::Grants;
+use file_handle::Mounts;
 use handle::{Handles, Listings};
 pub use host::is_remote;
 use host::{HostFs, Hosts};
@@ -109,17 +110,17 @@ impl PassthroughFs {
         sys::catch_interrupt()?;
         sys::ignore_lease_signal()?;
         let mut why_no_handles = Some("--inode-file-handles=never".to_owned());
+        let mut mounts = Mounts::default();
         if config.inode_file_handles != FileHandles::Never {
             // The root stays a descriptor. This finds out whether handles work at all.
-            let tried = file_handle::Mounts::default().handle(root.as_fd());
-            match (tried, config.inode_file_handles) {
+            match (Mounts::new(root.as_fd()), config.inode_file_handles) {
                 (Err(errno), FileHandles::Mandatory) => return Err(errno.into()),
                 (Err(errno), _) => {
                     tracing::info!("no file handles here ({errno}): inodes are held by descriptor");
                     config.inode_file_handles = FileHandles::Never;
                     why_no_handles = Some(errno.to_string());
                 }
-                _ => why_no_handles = None,
+                (Ok(opened), _) => (mounts, why_no_handles) = (opened, None),
             }
         }
         let timeout = match config.cache {
@@ -132,7 +133,7 @@ impl PassthroughFs {
             let host = map.to_host(c"security.capability").ok()?;
             (&*host != c"security.capability").then(|| host.into_owned())
         });
-        let places = Arc::new(Places::new(config.inode_file_handles));
+        let places = Arc::new(Places::new(config.inode_file_handles, mounts));
         Ok(Self {
             timeout,
             inodes: Inodes::new(root, config.max_inodes)?,
