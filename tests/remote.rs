@@ -11,7 +11,7 @@ use std::fs::{self, File};
 use std::io;
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
@@ -28,7 +28,7 @@ use thruway::device::{self, Urings};
 use thruway::fs::{CachePolicy, Config, FileHandles, PassthroughFs, proc_self_fd};
 use thruway::fuse::abi::*;
 use thruway::fuse::buf::IoRange;
-use thruway::fuse::ops::{Attrs, Caller, Control, Files, Names, Wait};
+use thruway::fuse::ops::{Attrs, Caller, Control, DirSink, Dirs, Files, Names, Wait};
 use thruway::fuse::{Io, Job, Reply, Server, Transport, WayBack, Work};
 use thruway::watch::Watch;
 use thruway_bench::frontend::{Frontend, Options, Token};
@@ -41,6 +41,8 @@ const TESTS: &[(&str, Test)] = &[
     ("a_mounted_server_that_hangs_holds_up_nothing_else", a_mounted_server_that_hangs_holds_up_nothing_else),
     ("a_server_that_dies_gives_errors", a_server_that_dies_gives_errors),
     ("files_outlive_the_kernels_cache", files_outlive_the_kernels_cache),
+    ("a_number_that_is_used_again_is_another_file", a_number_that_is_used_again_is_another_file),
+    ("listed_files_are_held", listed_files_are_held),
     ("nothing_is_leased_or_kept", nothing_is_leased_or_kept),
     ("there_is_no_window", there_is_no_window),
 ];
@@ -74,15 +76,15 @@ fn session(root: &Path, config: Config) -> PassthroughFs {
 }
 
 /// Serves `far` at `mount` until it is killed. While the file `control/hang` is there, requests for the directory
-/// "slow" and what is in it wait, and leave a file in `control/waiting`.
+/// "slow" and what is in it wait, and leave a file in `control/waiting`. As most servers, it tells no times of birth.
 fn serve(far: &Path, mount: &str, control: PathBuf) {
     let Ok(fuse) = File::options().read(true).write(true).open("/dev/fuse") else { skip("there is no /dev/fuse") };
     let options =
         format!("fd={},rootmode=40000,user_id=0,group_id=0,allow_other,default_permissions", fuse.as_raw_fd());
     let options = std::ffi::CString::new(options).unwrap();
     rustix::mount::mount("far", mount, "fuse", rustix::mount::MountFlags::empty(), &*options).unwrap();
-    let config = Config { cache: CachePolicy::Never, ..Config::default() };
-    let server = Arc::new(Server::new(session(far, config)));
+    // By handle, so that it does not keep the numbers of removed files.
+    let server = Arc::new(Server::new(session(far, Config { cache: CachePolicy::Never, ..prefer() })));
     let (fuse, control) = (Arc::new(fuse), Arc::new(control));
     let slow = Arc::new(parking_lot::Mutex::new(std::collections::HashSet::new()));
     loop {
@@ -108,6 +110,11 @@ fn serve(far: &Path, mount: &str, control: PathBuf) {
             unsafe {
                 work.readable.push(request.as_mut_ptr(), request.len(), true);
                 work.writable.push(reply.as_mut_ptr(), reply.len(), true);
+            }
+            if header.opcode == Opcode::Statx as u32 {
+                let head = OutHeader { len: 16, error: -libc::ENOSYS, unique: header.unique };
+                let _ = rustix::io::write(&*fuse, head.as_bytes());
+                return;
             }
             let mut here = Here { fuse: &fuse, left: false };
             let n = server.handle(&mut work, &mut here);
@@ -433,6 +440,85 @@ fn files_outlive_the_kernels_cache() {
     assert_eq!(guest.call(Opcode::Read, node, read.as_bytes(), 100).unwrap(), b"contents");
     drop(guest.frontend);
     guest.daemon.join().unwrap().unwrap();
+}
+
+/// Makes files until one has this inode number.
+fn with_number(number: u64, dir: &Path) -> PathBuf {
+    let end = Instant::now() + LONG;
+    for n in 0.. {
+        let path = dir.join(format!("new{n}"));
+        fs::write(&path, "another").unwrap();
+        if fs::metadata(&path).unwrap().ino() == number {
+            return path;
+        }
+        assert!(Instant::now() < end, "the number is not used again");
+        // The server keeps a file for a second or two.
+        thread::sleep(Duration::from_millis(10));
+    }
+    unreachable!()
+}
+
+/// The server frees a file's number and gives it to another, though the daemon has the first file open with O_PATH.
+fn a_number_that_is_used_again_is_another_file() {
+    let far = Far::new();
+    let guest = Guest::new(&far.mount);
+    let dir = guest.lookup(ROOT_ID, b"quick\0");
+    fs::create_dir(far.dir.join("quick/dir")).unwrap();
+    for old in ["file", "dir"] {
+        let node = guest.lookup(dir, format!("{old}\0").as_bytes());
+        let path = far.dir.join("quick").join(old);
+        let number = fs::metadata(&path).unwrap().ino();
+        if old == "dir" { fs::remove_dir(&path) } else { fs::remove_file(&path) }.unwrap();
+        let new = with_number(number, &far.dir.join("quick"));
+        let name = format!("{}\0", new.file_name().unwrap().to_str().unwrap());
+        let other = guest.lookup(dir, name.as_bytes());
+        assert_ne!(node, other, "{old}");
+        let read = ReadIn { fh: guest.open(other), size: 100, ..Default::default() };
+        assert_eq!(guest.call(Opcode::Read, other, read.as_bytes(), 100).unwrap(), b"another");
+        assert_eq!(guest.lookup(dir, name.as_bytes()), other);
+    }
+    drop(guest.frontend);
+    guest.daemon.join().unwrap().unwrap();
+}
+
+/// The guest knows files by a listing. The host's kernel forgets what nobody holds, and then the files are others to it.
+fn listed_files_are_held() {
+    let far = Far::new();
+    for n in 0..100 {
+        fs::write(far.dir.join(format!("quick/f{n}")), "contents").unwrap();
+    }
+    let fs = session(&far.mount, prefer());
+    fs.enter_thread();
+    fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM).unwrap();
+    let dir = fs.lookup(ROOT_ID, c"quick").unwrap().nodeid;
+    let list = || {
+        let fh = fs.opendir(dir, 0).unwrap().fh;
+        let mut list = List::default();
+        fs.readdirplus(dir, fh, 0, &mut list).unwrap();
+        fs.releasedir(dir, fh).unwrap();
+        list.0
+    };
+    let before = list();
+    assert!(before.len() > 100);
+    fs::write("/proc/sys/vm/drop_caches", "2").unwrap();
+    assert_eq!(list(), before);
+    for node in before.values().filter(|node| **node != 0) {
+        fs.getattr(*node, None).unwrap();
+    }
+}
+
+/// The nodeids of a listing, by name.
+#[derive(Default)]
+struct List(std::collections::BTreeMap<Vec<u8>, u64>);
+
+impl DirSink for List {
+    fn fits(&self, _: usize) -> bool {
+        true
+    }
+
+    fn push(&mut self, _: Dirent, name: &[u8], entry: Option<&EntryOut>) {
+        self.0.insert(name.into(), entry.map_or(0, |entry| entry.nodeid));
+    }
 }
 
 /// Nothing tells the daemon of what another host changes. So the guest gets no lease, and no contents stay at an open.

@@ -3,36 +3,9 @@
 use std::ffi::CStr;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 
-use rustix::fs::{AtFlags, CWD, Mode, OFlags, Statx, StatxFlags, makedev, openat, statx};
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, Statx, StatxFlags, openat, statx};
 
 use crate::fuse::ops::Result;
-
-/// Identity of a host file among those that exist now.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Key {
-    pub dev: u64,
-    pub ino: u64,
-    /// The guest sees the same file through another mount as another inode: a submount's root must be one.
-    pub mount: u64,
-}
-
-/// Tells two files apart that have the same [`Key`], one after the other.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Birth {
-    /// Time of birth; 0 if the file system keeps none.
-    pub sec: i64,
-    pub nsec: u32,
-    /// S_IFMT bits.
-    pub format: u32,
-}
-
-/// The identity of the file that `st` is of.
-pub fn identity(st: &Statx) -> (Key, Birth) {
-    let known = st.stx_mask & StatxFlags::BTIME.bits() != 0;
-    let (sec, nsec) = if known { (st.stx_btime.tv_sec, st.stx_btime.tv_nsec) } else { (0, 0) };
-    let key = Key { dev: makedev(st.stx_dev_major, st.stx_dev_minor), ino: st.stx_ino, mount: st.stx_mnt_id };
-    (key, Birth { sec, nsec, format: u32::from(st.stx_mode) & libc::S_IFMT })
-}
 
 /// Attributes of `name` in `dir` or, with an empty name, of `dir` itself. They suffice for an entry.
 pub fn stat(dir: BorrowedFd, name: &CStr) -> Result<Statx> {

@@ -18,6 +18,7 @@ use super::fd::{FdPath, stat};
 use super::handle::Handle;
 use super::host::HostFs;
 use super::inode::{Inode, Spare};
+use super::key::Seen;
 use super::lease::Found;
 use super::name::Purpose;
 use super::opens::{Opened, Use};
@@ -257,13 +258,13 @@ impl PassthroughFs {
         let parent = self.inodes.get(parent)?;
         let (inode, entry) = parent.with_fd(&self.places, |dir| {
             let sight = self.sight(&parent, dir);
-            let st = stat(file.as_fd(), c"")?;
+            let Seen { st, key, .. } = Seen::of(&parent, file.as_fd(), name)?;
             let place = match st.stx_nlink {
                 // It has no name, and so no handle opens it once it is closed.
                 0 if !self.gives_handles() => self.places.place_pinned(file.as_fd())?,
                 _ => self.places.place_open(file.as_fd())?,
             };
-            let inode = self.inodes.learn(&st, place);
+            let inode = self.inodes.learn(key, place);
             let entry = match name {
                 Some(name) => {
                     self.agents.tell(parent.id, name.to_bytes(), inode.id);

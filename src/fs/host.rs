@@ -178,23 +178,23 @@ fn is_end(fd: BorrowedFd, offset: u64) -> bool {
     matches!(preadv2(fd, &mut [IoSliceMut::new(&mut byte)], offset, ReadWriteFlags::NOWAIT), Ok(0))
 }
 
-/// The file systems that were met, by device number.
+/// The file systems that were met, by [device number](super::key::Key::dev).
 #[derive(Default)]
 pub struct Hosts {
-    met: DashMap<u64, Arc<HostFs>>,
+    met: DashMap<u32, Arc<HostFs>>,
     /// One of them is [remote](HostFs::remote).
     any_remote: AtomicBool,
 }
 
 impl Hosts {
     /// The file system with this device number, if a file of it was opened before.
-    pub fn known(&self, dev: u64) -> Option<Arc<HostFs>> {
+    pub fn known(&self, dev: u32) -> Option<Arc<HostFs>> {
         self.met.get(&dev).map(|known| known.clone())
     }
 
     /// Makes the file system with this device number another.
     #[cfg(test)]
-    pub fn pretend(&self, dev: u64, host: HostFs) {
+    pub fn pretend(&self, dev: u32, host: HostFs) {
         self.met.insert(dev, Arc::new(host));
     }
 
@@ -209,7 +209,7 @@ impl Hosts {
     }
 
     /// The file system with this device number, on which `fd` lies.
-    pub fn get(&self, dev: u64, fd: BorrowedFd) -> Arc<HostFs> {
+    pub fn get(&self, dev: u32, fd: BorrowedFd) -> Arc<HostFs> {
         if let Some(known) = self.met.get(&dev) {
             return known.clone();
         }

@@ -12,10 +12,11 @@ use rustix::process::{Resource, getrlimit};
 
 use super::config::FileHandles;
 use super::contents::Contents;
-use super::fd::{Birth, Key, identity, open_path, reopen, stat};
+use super::fd::{open_path, reopen, stat};
 use super::file_handle::{FileHandle, Mounts, keeps_name};
 use super::handle::{DirState, Listings};
 use super::kept::{GivenUp, Keeper, Kept};
+use super::key::Key;
 use super::sys;
 use crate::fuse::ops::Result;
 use crate::limits;
@@ -36,7 +37,6 @@ pub enum Place {
 pub struct Inode {
     pub id: u64,
     pub key: Key,
-    birth: Birth,
     /// References that the guest holds. It becomes 0, and rises from 0, only while the table of inodes has its key
     /// locked.
     nlookup: AtomicU64,
@@ -172,11 +172,10 @@ impl std::ops::Deref for Lent<'_> {
 }
 
 impl Inode {
-    pub fn new(id: u64, (key, birth): (Key, Birth), nlookup: u64, place: Place) -> Self {
+    pub fn new(id: u64, key: Key, nlookup: u64, place: Place) -> Self {
         Self {
             id,
             key,
-            birth,
             nlookup: AtomicU64::new(nlookup),
             told_size: AtomicU64::new(0),
             contents: Contents::default(),
@@ -201,7 +200,7 @@ impl Inode {
 
     /// The file's type, S_IFMT bits.
     pub fn format(&self) -> u32 {
-        self.birth.format
+        self.key.format()
     }
 
     /// Runs `f` with an O_PATH descriptor of the file.
@@ -232,10 +231,12 @@ impl Inode {
     /// As [`with_fd`](Self::with_fd).
     pub fn stat(self: &Arc<Self>, places: &Places) -> Result<Statx> {
         if let Some((parent, name)) = self.lazy() {
-            if let Ok(st) = parent.with_fd(places, |dir| stat(dir, &name)) {
-                if self.is_of(&st) {
-                    return Ok(st);
-                }
+            let there = parent.with_fd(places, |dir| {
+                let st = stat(dir, &name)?;
+                Ok(self.key.is_of(dir, &name, &st).then_some(st))
+            });
+            if let Ok(Some(st)) = there {
+                return Ok(st);
             }
         }
         self.with_fd(places, |fd| stat(fd, c""))
@@ -345,8 +346,7 @@ impl Inode {
             Errno::NOENT | Errno::NOTDIR => Errno::STALE,
             other => other,
         })?;
-        let st = stat(fd.as_fd(), c"")?;
-        if identity(&st) != (self.key, self.birth) {
+        if !self.is_at(fd.as_fd())? {
             return Err(Errno::STALE);
         }
         let (found, spare) = places.place(fd)?;
@@ -374,7 +374,7 @@ impl Inode {
             place => matches!(place, Place::Name(..)),
         };
         let fd = open_path(dir, name)?;
-        if !self.is_of(&stat(fd.as_fd(), c"")?) {
+        if !self.is_at(fd.as_fd())? {
             return Err(Errno::STALE);
         }
         if is_lazy && if_harmless && keeps_name(fd.as_fd()) {
@@ -427,10 +427,9 @@ impl Inode {
         matches!(*self.place.read_recursive(), Place::Lost)
     }
 
-    /// Whether `st` is of this inode's file.
-    pub fn is_of(&self, st: &Statx) -> bool {
-        let (key, birth) = identity(st);
-        self.key == key && self.is(birth)
+    /// Whether `fd` is a descriptor of this inode's file.
+    pub fn is_at(&self, fd: BorrowedFd) -> Result<bool> {
+        Ok(self.key.is_of(fd, c"", &stat(fd, c"")?))
     }
 
     /// References that the guest holds.
@@ -460,12 +459,6 @@ impl Inode {
                 (*p, *n) = (parent.clone(), name.into());
             }
         }
-    }
-
-    /// Whether `st`, which has this inode's key, is of the same file. An open descriptor keeps the file's number from
-    /// going to another file. Without one, the birth must be the same.
-    pub fn is(&self, birth: Birth) -> bool {
-        self.birth == birth || matches!(*self.place.read_recursive(), Place::Fd(_))
     }
 }
 

@@ -7,11 +7,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use dashmap::DashMap;
 use dashmap::mapref::entry::Entry;
-use rustix::fs::Statx;
 use rustix::io::Errno;
 
-use super::fd::{Birth, Key, identity, stat};
+use super::fd::stat;
 use super::inode::{Inode, Place, Places};
+use super::key::{Key, Seen};
 use crate::fuse::abi::ROOT_ID;
 use crate::fuse::ops::Result;
 use crate::limits;
@@ -34,8 +34,8 @@ pub struct Inodes {
 impl Inodes {
     /// A table that has the shared directory alone.
     pub fn new(root: OwnedFd, most: usize) -> Result<Self> {
-        let identity = identity(&stat(root.as_fd(), c"")?);
-        let root = Arc::new(Inode::new(ROOT_ID, identity, 1, Place::Fd(root)));
+        let key = Key::of(root.as_fd(), &stat(root.as_fd(), c"")?, None, None);
+        let root = Arc::new(Inode::new(ROOT_ID, key, 1, Place::Fd(root)));
         let inodes = Self {
             most,
             count: AtomicUsize::new(0),
@@ -97,15 +97,13 @@ impl Inodes {
     }
 
     /// The inode of this file if it is known, without another reference for the guest.
-    pub fn peek(&self, st: &Statx) -> Option<Arc<Inode>> {
-        let (key, birth) = identity(st);
-        self.by_key.get(&key).filter(|inode| inode.is(birth)).map(|inode| inode.clone())
+    pub fn peek(&self, key: &Key) -> Option<Arc<Inode>> {
+        self.by_key.get(key).map(|inode| inode.clone())
     }
 
     /// The inode of this file if it is known, with one more reference for the guest.
-    pub fn known(&self, st: &Statx) -> Option<Arc<Inode>> {
-        let (key, birth) = identity(st);
-        let inode = self.by_key.get(&key).filter(|inode| inode.is(birth))?;
+    pub fn known(&self, key: &Key) -> Option<Arc<Inode>> {
+        let inode = self.by_key.get(key)?;
         inode.reference();
         Some(inode.clone())
     }
@@ -125,12 +123,11 @@ impl Inodes {
     }
 
     /// As [`known`](Self::known), or a new inode at `place`.
-    pub fn learn(&self, st: &Statx, place: Place) -> Arc<Inode> {
-        let (key, birth) = identity(st);
+    pub fn learn(&self, key: Key, place: Place) -> Arc<Inode> {
         let lazy = matches!(place, Place::Name(..));
         let create = || {
             let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-            let inode = Arc::new(Inode::new(id, (key, birth), 1, place));
+            let inode = Arc::new(Inode::new(id, key, 1, place));
             self.by_id.insert(id, inode.clone());
             self.count.fetch_add(1, Ordering::Relaxed);
             if lazy {
@@ -139,13 +136,8 @@ impl Inodes {
             inode
         };
         match self.by_key.entry(key) {
-            Entry::Occupied(mut entry) => {
-                if entry.get().is(birth) {
-                    entry.get().reference();
-                    return entry.get().clone();
-                }
-                // The inode number now belongs to another file. The old nodeid is good until the guest forgets it.
-                entry.insert(create());
+            Entry::Occupied(entry) => {
+                entry.get().reference();
                 entry.get().clone()
             }
             Entry::Vacant(entry) => entry.insert(create()).clone(),
@@ -173,10 +165,9 @@ impl Inodes {
     ///
     /// # Errors
     /// EEXIST if the nodeid is taken, ENFILE if there are too many inodes.
-    pub fn restore(&self, id: u64, nlookup: u64, st: &Statx, place: Place) -> Result<()> {
-        let (key, birth) = identity(st);
+    pub fn restore(&self, id: u64, nlookup: u64, key: Key, place: Place) -> Result<()> {
         let lazy = matches!(place, Place::Name(..));
-        let inode = self.insert(Inode::new(id, (key, birth), nlookup, place))?;
+        let inode = self.insert(Inode::new(id, key, nlookup, place))?;
         if lazy {
             self.any_lazy.store(true, Ordering::Relaxed);
         }
@@ -189,10 +180,7 @@ impl Inodes {
     /// # Errors
     /// EEXIST if the nodeid is taken, ENFILE if there are too many inodes.
     pub fn restore_lost(&self, id: u64, nlookup: u64, format: u32) -> Result<()> {
-        // No file has this key.
-        let key = Key { dev: u64::MAX, ino: id, mount: u64::MAX };
-        let birth = Birth { sec: 0, nsec: 0, format };
-        self.insert(Inode::new(id, (key, birth), nlookup, Place::Lost)).map(drop)
+        self.insert(Inode::new(id, Key::of_none(id, format), nlookup, Place::Lost)).map(drop)
     }
 
     fn insert(&self, inode: Inode) -> Result<Arc<Inode>> {
@@ -220,7 +208,7 @@ impl Inodes {
                     entry.remove();
                 }
             }
-            // Another inode has its key now. The key is locked nevertheless.
+            // A migration gave two inodes this key, or it is of no file. The key is locked nevertheless.
             _other => last = inode.drop_references(nlookup),
         }
         if last && self.by_id.remove(&id).is_some() {
@@ -233,17 +221,24 @@ impl Inodes {
         inode.key.mount == self.root.key.mount
     }
 
-    /// To be called before the file `name` in `dir` loses this name. A file that only READDIRPLUS has named is opened.
+    /// To be called before the file `name` in `parent` loses this name. `dir`: a descriptor of the directory. A file that only READDIRPLUS has named is opened.
     /// If this is the file's last name (`removed`), it is held by descriptor until the guest forgets it: the guest may
     /// still ask for it, and no handle opens a file without a name. On NFS it has a name as long as it is open, so it
     /// is not held if the guest's opens have handles (`open_by_handle`).
-    pub fn pin(&self, places: &Places, dir: BorrowedFd, name: &CStr, removed: bool, open_by_handle: bool) {
+    pub fn pin(
+        &self,
+        places: &Places,
+        (parent, dir): (&Inode, BorrowedFd),
+        name: &CStr,
+        removed: bool,
+        open_by_handle: bool,
+    ) {
         let unpinned = self.any_lazy.load(Ordering::Relaxed) || removed && places.use_handles();
         if !unpinned {
             return;
         }
-        let Ok(st) = stat(dir, name) else { return };
-        let Some(inode) = self.peek(&st) else { return };
+        let Ok(Seen { st, key, .. }) = Seen::at(parent, dir, name) else { return };
+        let Some(inode) = self.peek(&key) else { return };
         // If this fails, the file is stale for the guest later.
         if removed && (st.stx_nlink <= 1 || inode.format() == libc::S_IFDIR) {
             let _ = inode.hold(places, dir, name, open_by_handle);

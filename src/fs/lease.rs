@@ -175,7 +175,7 @@ impl PassthroughFs {
         // They may be from before the mark.
         let again = if marked { stat(found.dir, found.name) } else { return false };
         match again {
-            Ok(again) if inode.is_of(&again) => {
+            Ok(again) if inode.key.is_of(found.dir, found.name, &again) => {
                 *st = again;
                 true
             }
@@ -185,8 +185,7 @@ impl PassthroughFs {
 
     fn mark_found(&self, watch: &Watch, found: Found, inode: &Arc<Inode>) -> bool {
         let Ok(fd) = open_path(found.dir, found.name) else { return false };
-        let same = stat(fd.as_fd(), c"").is_ok_and(|st| inode.is_of(&st));
-        same && self.mark(watch, inode, fd.as_fd())
+        inode.is_at(fd.as_fd()) == Ok(true) && self.mark(watch, inode, fd.as_fd())
     }
 
     /// By what the watch knows a file.
@@ -197,7 +196,7 @@ impl PassthroughFs {
         let file = sys::file_id(found.dir, found.name).ok()?;
         // If the name led to another file for a moment, this file was renamed, which changes its ctime.
         let again = stat(found.dir, found.name).ok()?;
-        (inode.is_of(&again) && ctime(&again) == ctime(st)).then_some(file)
+        (inode.key.is_of(found.dir, found.name, &again) && ctime(&again) == ctime(st)).then_some(file)
     }
 
     /// The attributes of a known file, and whether they may be leased. `look` reads them.

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::task::Poll;
 
-use rustix::fs::{FallocateFlags, OFlags, Statx, fallocate, fcntl_getfl, makedev};
+use rustix::fs::{FallocateFlags, OFlags, Statx, fallocate, fcntl_getfl};
 use rustix::io::Errno;
 
 use super::PassthroughFs;
@@ -142,7 +142,7 @@ impl PassthroughFs {
     /// Not one that does not fit into the window beside the others.
     pub(super) fn dax_flag(&self, inode: &Inode, st: &Statx) -> u32 {
         let copies_on_write = || {
-            let host = self.hosts.known(makedev(st.stx_dev_major, st.stx_dev_minor));
+            let host = self.hosts.known(inode.key.dev);
             host.is_some_and(|host| host.copies_on_write)
         };
         // With passthrough there is no DAX: a file cannot have both.

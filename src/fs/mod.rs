@@ -17,6 +17,7 @@ pub mod idmap;
 mod inode;
 mod inodes;
 mod kept;
+mod key;
 mod lease;
 mod lock;
 mod mapping;

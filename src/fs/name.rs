@@ -14,6 +14,7 @@ use super::attr::decode_rdev;
 use super::cred::Identity;
 use super::fd::{FdPath, open_path, stat};
 use super::inode::{Inode, Place};
+use super::key::{Seen, ToldBy};
 use super::lease::{Found, Point, Sight, at};
 use super::path::is_name;
 use super::{PassthroughFs, announce};
@@ -81,9 +82,9 @@ impl PassthroughFs {
             entry
         };
         at(Point::BeforeStat);
-        let st = stat(dir, name)?;
+        let Seen { st, key, fd } = Seen::at(parent, dir, name)?;
         at(Point::AfterStat);
-        if let Some(inode) = self.inodes.known(&st) {
+        if let Some(inode) = self.inodes.known(&key) {
             let settled = matches!(purpose, Purpose::Settled | Purpose::Repeated);
             if !settled && self.owes_times(inode.id) {
                 self.unlearn(inode.id, 1);
@@ -93,14 +94,21 @@ impl PassthroughFs {
             return Ok(told(self.found(sight, found, &inode, st)));
         }
         self.inodes.have_room()?;
-        if purpose == Purpose::Listing {
-            let inode = self.inodes.learn(&st, Place::Name(parent.clone(), name.into()));
+        // Only as long as it is open, that is the file's key.
+        if purpose == Purpose::Listing && key.told_by() != ToldBy::OpenHandle {
+            let inode = self.inodes.learn(key, Place::Name(parent.clone(), name.into()));
             return Ok(told(self.found(sight, found, &inode, st)));
         }
-        let fd = open_path(dir, name)?;
-        let st = stat(fd.as_fd(), c"")?;
+        let (fd, Seen { st, key, .. }) = match fd {
+            Some(fd) => (fd, Seen { st, key, fd: None }),
+            None => {
+                let fd = open_path(dir, name)?;
+                let seen = Seen::of(parent, fd.as_fd(), Some(name))?;
+                (fd, seen)
+            }
+        };
         let (place, spare) = self.places.place(fd)?;
-        let inode = self.inodes.learn(&st, place);
+        let inode = self.inodes.learn(key, place);
         if let Some(fd) = spare {
             inode.keep(&self.places, fd, false);
         }
@@ -155,7 +163,7 @@ impl PassthroughFs {
 
     /// Gives the file of this name its times. The directory is not locked while the file may be waited for.
     pub(super) fn settle_times_at(&self, parent: u64, name: &CStr) -> Result<()> {
-        let inode = self.within(parent, name, |_, dir| Ok(self.inodes.peek(&stat(dir, name)?)))?;
+        let inode = self.within(parent, name, |parent, dir| Ok(self.inodes.peek(&Seen::at(parent, dir, name)?.key)))?;
         inode.into_iter().for_each(|inode| self.settle_times(inode.id));
         Ok(())
     }
@@ -232,26 +240,26 @@ impl PassthroughFs {
     }
 
     /// The guest has moved a file to this place. It takes its leases along.
-    fn follow(&self, sight: Sight, dir: BorrowedFd, name: &CStr, parent: u64) {
+    fn follow(&self, sight: Sight, dir: BorrowedFd, name: &CStr, parent: &Inode) {
         if !sight.named {
-            announce::look_up_again(&self.agents, parent, name.to_bytes());
+            announce::look_up_again(&self.agents, parent.id, name.to_bytes());
             self.agents.hand_out();
         }
-        if let Some(inode) = stat(dir, name).ok().and_then(|st| self.inodes.peek(&st)) {
-            self.has_moved(&inode, parent);
+        if let Some(inode) = Seen::at(parent, dir, name).ok().and_then(|seen| self.inodes.peek(&seen.key)) {
+            self.has_moved(&inode, parent.id);
         }
     }
 
-    fn pin(&self, dir: BorrowedFd, name: &CStr, removed: bool) {
-        self.inodes.pin(&self.places, dir, name, removed, self.gives_handles());
+    fn pin(&self, parent: (&Inode, BorrowedFd), name: &CStr, removed: bool) {
+        self.inodes.pin(&self.places, parent, name, removed, self.gives_handles());
     }
 
     fn remove(&self, parent: u64, name: &CStr, flags: AtFlags) -> Result<()> {
         self.writable()?;
-        self.within(parent, name, |_, dir| {
-            self.pin(dir, name, true);
+        self.within(parent, name, |parent, dir| {
+            self.pin((parent, dir), name, true);
             unlinkat(dir, name, flags)?;
-            self.agents.tell(parent, name.to_bytes(), 0);
+            self.agents.tell(parent.id, name.to_bytes(), 0);
             Ok(())
         })
     }
@@ -319,8 +327,8 @@ impl Names for PassthroughFs {
             self.within(newparent, newname, |new, newdir| {
                 // Whatever moves into it is watched then.
                 let moves = self.watch().map(|_| (self.sight(old, dir), self.sight(new, newdir)));
-                self.pin(dir, name, false);
-                self.pin(newdir, newname, !flags.contains(RenameFlags::EXCHANGE));
+                self.pin((old, dir), name, false);
+                self.pin((new, newdir), newname, !flags.contains(RenameFlags::EXCHANGE));
                 if flags.contains(RenameFlags::WHITEOUT) {
                     let _identity = self.act_trusted(by)?;
                     renameat_with(dir, name, newdir, newname, flags)?;
@@ -330,9 +338,9 @@ impl Names for PassthroughFs {
                 self.agents.tell(parent, name.to_bytes(), 0);
                 self.agents.tell(newparent, newname.to_bytes(), 0);
                 if let Some((from, to)) = moves {
-                    self.follow(to, newdir, newname, new.id);
+                    self.follow(to, newdir, newname, new);
                     if flags.contains(RenameFlags::EXCHANGE) {
-                        self.follow(from, dir, name, old.id);
+                        self.follow(from, dir, name, old);
                     }
                 }
                 Ok(())

@@ -4,7 +4,7 @@ use std::ffi::CStr;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 
-use super::fd::stat;
+use super::key::Seen;
 use super::name::Purpose;
 use super::path::is_name;
 use super::{PassthroughFs, sys};
@@ -24,8 +24,8 @@ impl Repeats for PassthroughFs {
             return Present::Missing;
         }
         let found = parent.with_fd(&self.places, |dir| {
-            let st = stat(dir, name)?;
-            Ok(match self.inodes.peek(&st) {
+            let Seen { st, key, .. } = Seen::at(&parent, dir, name)?;
+            Ok(match self.inodes.peek(&key) {
                 Some(inode) => Present::Known(inode.id),
                 None => Present::New(u32::from(st.stx_mode) & libc::S_IFMT, sys::file_id(dir, name).ok()),
             })

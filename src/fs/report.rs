@@ -7,10 +7,11 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
-use rustix::fs::{OFlags, fstat, major, minor, readlinkat};
+use rustix::fs::{OFlags, fstat, readlinkat};
 
 use super::PassthroughFs;
 use super::inode::{Inode, Place};
+use super::key::parts_of_dev;
 use crate::fuse::abi::ROOT_ID;
 use crate::fuse::ops::{Files as _, Result};
 use crate::watch::Watched;
@@ -114,7 +115,7 @@ impl PassthroughFs {
                 nlookup: inode.nlookup(),
                 opens: opens_of(*id),
                 format: inode.format(),
-                dev: (major(inode.key.dev), minor(inode.key.dev)),
+                dev: parts_of_dev(inode.key.dev),
                 ino: inode.key.ino,
                 path: root.as_ref().and_then(|root| self.path_in(root, &inode)),
             })

@@ -107,10 +107,10 @@ pub const MAX_HANDLE: usize = 128;
 
 /// name_to_handle_at(2) of `name` in `fd` or, with an empty name, of `fd` itself: the handle, which may be one that
 /// does not open, and the mount id. Follows no symbolic link.
-fn handle_at(fd: BorrowedFd, name: &CStr) -> Result<(CHandle, i32)> {
+fn handle_at(fd: BorrowedFd, name: &CStr, flags: i32) -> Result<(CHandle, i32)> {
     let mut handle = CHandle { bytes: MAX_HANDLE as u32, kind: 0, data: [0; MAX_HANDLE] };
     let mut mount = 0;
-    let flags = if name.is_empty() { libc::AT_EMPTY_PATH } else { 0 };
+    let flags = flags | if name.is_empty() { libc::AT_EMPTY_PATH } else { 0 };
     // SAFETY: `name` is a C string, and `handle` is a struct file_handle with room for `bytes` bytes.
     let ret = unsafe {
         libc::syscall(libc::SYS_name_to_handle_at, fd.as_raw_fd(), name.as_ptr(), &mut handle, &mut mount, flags)
@@ -121,9 +121,25 @@ fn handle_at(fd: BorrowedFd, name: &CStr) -> Result<(CHandle, i32)> {
 
 /// The handle of the descriptor itself, which may be one that does not open, and the mount id.
 pub fn name_to_handle(fd: BorrowedFd) -> Result<(RawHandle, i32)> {
-    let (handle, mount) = handle_at(fd, c"")?;
+    let (handle, mount) = handle_at(fd, c"", 0)?;
     let data = handle.data.get(..handle.bytes as usize).ok_or(Errno::OVERFLOW)?.into();
     Ok((RawHandle { kind: handle.kind, data }, mount))
+}
+
+/// AT_HANDLE_FID of include/uapi/linux/fcntl.h, since Linux 6.5: the handle is to tell files apart, and need not open.
+const AT_HANDLE_FID: i32 = 0x200;
+
+/// Calls `f` with the type and the bytes of a handle that tells the file `name` in `fd`, or with an empty name `fd`
+/// itself, from others.
+///
+/// # Errors
+/// Those of name_to_handle_at(2).
+pub fn with_file_id<R>(fd: BorrowedFd, name: &CStr, f: impl FnOnce(i32, &[u8]) -> R) -> Result<R> {
+    let (handle, _) = match handle_at(fd, name, AT_HANDLE_FID) {
+        Err(Errno::INVAL) => handle_at(fd, name, 0)?,
+        done => done?,
+    };
+    Ok(f(handle.kind, handle.data.get(..handle.bytes as usize).ok_or(Errno::OVERFLOW)?))
 }
 
 /// By what name the watch knows the file `name` in `fd` or, with an empty name, `fd` itself.
@@ -131,7 +147,7 @@ pub fn name_to_handle(fd: BorrowedFd) -> Result<(RawHandle, i32)> {
 /// # Errors
 /// Those of name_to_handle_at(2); EOVERFLOW for a handle that is too long.
 pub fn file_id(fd: BorrowedFd, name: &CStr) -> Result<FileId> {
-    let (handle, _) = handle_at(fd, name)?;
+    let (handle, _) = handle_at(fd, name, 0)?;
     let data = handle.data.get(..handle.bytes as usize).ok_or(Errno::OVERFLOW)?;
     FileId::new(handle.kind, data).ok_or(Errno::OVERFLOW)
 }

@@ -1,16 +1,21 @@
 //! Where in the share a file is.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::ffi::CString;
 use std::os::fd::{AsFd, BorrowedFd};
 
 use rustix::fs::{CWD, Dir, FileType, OFlags, readlinkat};
 use rustix::io::Errno;
 
-use crate::fs::fd::{FdPath, Key, identity, stat};
+use crate::fs::fd::{FdPath, stat};
 use crate::fs::inode::Inode;
+use crate::fs::key::{dev, mount};
 use crate::fs::path::{is_path, join, open_beneath};
 use crate::fuse::ops::Result;
+
+/// Inodes that are searched for, by inode number, device number and mount.
+type Wanted<'i> = HashMap<(u64, u32, u32), Vec<&'i Inode>>;
 
 /// Finds the paths of files.
 pub struct Finder<'a> {
@@ -41,13 +46,16 @@ impl<'a> Finder<'a> {
 
     /// Whether the inode's file is at this path.
     pub fn is_at(&self, inode: &Inode, path: &[u8]) -> bool {
-        let there = open_beneath(self.root, path, OFlags::PATH).and_then(|fd| stat(fd.as_fd(), c""));
-        there.is_ok_and(|st| inode.is_of(&st))
+        open_beneath(self.root, path, OFlags::PATH).and_then(|fd| inode.is_at(fd.as_fd())) == Ok(true)
     }
 
     /// Searches the whole share for the files of inodes. Returns their paths by nodeid.
     pub fn search<'i>(&self, wanted: impl Iterator<Item = &'i Inode>) -> HashMap<u64, Vec<u8>> {
-        let mut wanted: HashMap<_, _> = wanted.map(|inode| (inode.key, inode)).collect();
+        let mut by_number: Wanted<'i> = HashMap::new();
+        for inode in wanted {
+            by_number.entry((inode.key.ino, inode.key.dev, inode.key.mount)).or_default().push(inode);
+        }
+        let mut wanted = by_number;
         let mut found = HashMap::new();
         let mut directories = vec![Vec::new()];
         while let Some(path) = directories.pop() {
@@ -63,7 +71,7 @@ impl<'a> Finder<'a> {
     fn search_in(
         &self,
         path: &[u8],
-        wanted: &mut HashMap<Key, &Inode>,
+        wanted: &mut Wanted,
         found: &mut HashMap<u64, Vec<u8>>,
         directories: &mut Vec<Vec<u8>>,
     ) -> Result<()> {
@@ -76,9 +84,15 @@ impl<'a> Finder<'a> {
                 continue;
             }
             let Ok(st) = stat(fd.as_fd(), &name) else { continue };
-            let (key, _) = identity(&st);
-            if wanted.get(&key).is_some_and(|inode| inode.is_of(&st)) {
-                wanted.remove(&key).map(|inode| found.insert(inode.id, path.clone()));
+            if let Entry::Occupied(mut inodes) = wanted.entry((st.stx_ino, dev(&st), mount(&st))) {
+                inodes.get_mut().retain(|inode| {
+                    let is_it = inode.key.is_of(fd.as_fd(), &name, &st);
+                    is_it.then(|| found.insert(inode.id, path.clone()));
+                    !is_it
+                });
+                if inodes.get().is_empty() {
+                    inodes.remove();
+                }
             }
             if FileType::from_raw_mode(st.stx_mode.into()) == FileType::Directory {
                 directories.push(path);

@@ -17,6 +17,7 @@ use rustix::io::Errno;
 use super::fd::{open_path, reopen, stat};
 use super::handle::Handle;
 use super::inode::{Inode, Place};
+use super::key::{Key, Seen, mount};
 use super::path::open_beneath;
 use super::sys::{RawHandle, name_to_handle, open_by_handle};
 use super::{MigrationMode, MigrationOnError, PassthroughFs};
@@ -96,7 +97,7 @@ struct Saver<'a> {
     root: BorrowedFd<'a>,
     mounts: Vec<MountState>,
     /// Indices into `mounts` by mount id.
-    known: HashMap<u64, Result<u32>>,
+    known: HashMap<u32, Result<u32>>,
 }
 
 impl Saver<'_> {
@@ -159,8 +160,8 @@ impl Saver<'_> {
         match location {
             Location::Path(path) => finder.is_at(inode, path),
             Location::Entry { parent, name } => {
-                let there = entry(self.fs, *parent, name, |dir, name| stat(dir, &name));
-                there.is_ok_and(|st| inode.is_of(&st))
+                entry(self.fs, *parent, name, |_, dir, name| Ok(inode.key.is_of(dir, &name, &stat(dir, &name)?)))
+                    == Ok(true)
             }
             Location::Root | Location::Handle(..) | Location::Lost(_) => true,
         }
@@ -195,7 +196,7 @@ impl Saver<'_> {
         let raw = |fd: BorrowedFd| Ok(name_to_handle(fd)?.0);
         let Some((parent, name)) = inode.lazy() else { return inode.with_fd(&self.fs.places, raw) };
         let fd = parent.with_fd(&self.fs.places, |dir| open_path(dir, &name))?;
-        if inode.is_of(&stat(fd.as_fd(), c"")?) { raw(fd.as_fd()) } else { Err(Errno::STALE) }
+        if inode.is_at(fd.as_fd())? { raw(fd.as_fd()) } else { Err(Errno::STALE) }
     }
 
     /// Adds the mount on which the inode is.
@@ -211,7 +212,7 @@ impl Saver<'_> {
     fn mount_path(&self, inode: &Arc<Inode>) -> Result<Vec<u8>> {
         let is_there = |path: &[u8]| {
             let st = open_beneath(self.root, path, OFlags::PATH).and_then(|fd| stat(fd.as_fd(), c""));
-            st.is_ok_and(|st| st.stx_mnt_id == inode.key.mount)
+            st.is_ok_and(|st| mount(&st) == inode.key.mount)
         };
         if is_there(b"") {
             return Ok(Vec::new());
@@ -240,10 +241,11 @@ fn entry<R>(
     fs: &PassthroughFs,
     parent: u64,
     name: &[u8],
-    f: impl FnOnce(BorrowedFd, CString) -> Result<R>,
+    f: impl FnOnce(&Inode, BorrowedFd, CString) -> Result<R>,
 ) -> Result<R> {
     let name = CString::new(name).map_err(|_| Errno::INVAL)?;
-    fs.inodes.get(parent)?.with_fd(&fs.places, |dir| f(dir, name))
+    let parent = fs.inodes.get(parent)?;
+    parent.with_fd(&fs.places, |dir| f(&parent, dir, name))
 }
 
 /// An open file of a mount that the source named.
@@ -300,7 +302,7 @@ impl<'a> Loader<'a> {
             _ => self.find(inode),
         };
         let entered = match found {
-            Ok((st, place)) => self.fs.inodes.restore(inode.id, inode.nlookup, &st, place),
+            Ok((key, place)) => self.fs.inodes.restore(inode.id, inode.nlookup, key, place),
             Err(errno) => {
                 self.lose(&inode.location, errno)?;
                 self.fs.inodes.restore_lost(inode.id, inode.nlookup, inode.format)
@@ -320,7 +322,7 @@ impl<'a> Loader<'a> {
         Ok(())
     }
 
-    fn find(&self, inode: &InodeState) -> Result<(Statx, Place)> {
+    fn find(&self, inode: &InodeState) -> Result<(Key, Place)> {
         let fd = match &inode.location {
             Location::Path(path) => {
                 self.root.with_fd(&self.fs.places, |root| open_beneath(root, path, OFlags::PATH))?
@@ -334,17 +336,26 @@ impl<'a> Loader<'a> {
             Location::Root => return Err(Errno::INVAL),
         };
         let st = verify(fd.as_fd(), inode)?;
-        Ok((st, self.fs.places.place(fd)?.0))
+        let key = Key::of(fd.as_fd(), &st, Some(&self.root.key), None);
+        Ok((key, self.fs.places.place(fd)?.0))
     }
 
-    fn find_entry(&self, inode: &InodeState, parent: u64, name: &[u8]) -> Result<(Statx, Place)> {
+    fn find_entry(&self, inode: &InodeState, parent: u64, name: &[u8]) -> Result<(Key, Place)> {
         let directory = self.fs.inodes.get(parent)?;
-        entry(self.fs, parent, name, |dir, name| {
-            let st = match inode.verify {
-                Some(_) => verify(open_path(dir, &name)?.as_fd(), inode)?,
-                None => check_format(stat(dir, &name)?, inode)?,
+        entry(self.fs, parent, name, |parent, dir, name| {
+            let key = match inode.verify {
+                Some(_) => {
+                    let fd = open_path(dir, &name)?;
+                    let st = verify(fd.as_fd(), inode)?;
+                    Key::of(fd.as_fd(), &st, Some(&parent.key), Some((parent.id, &name)))
+                }
+                None => {
+                    let seen = Seen::at(parent, dir, &name)?;
+                    check_format(seen.st, inode)?;
+                    seen.key
+                }
             };
-            Ok((st, Place::Name(directory, name.into())))
+            Ok((key, Place::Name(directory, name.into())))
         })
     }
 

@@ -25,11 +25,10 @@ fn clock() -> Timespec {
 /// Serves a directory that has the file `f`. Its file system counts as one whose times tell.
 fn serve(dir: TempDir, config: Config) -> Share {
     let root = open_root(dir.path());
-    let dev = fs::metadata(dir.path()).unwrap().dev();
     let fs = PassthroughFs { clock, ..PassthroughFs::new(root, proc_self_fd().unwrap(), config).unwrap() };
     let mut host = HostFs::default();
     host.times_tell = true;
-    fs.hosts.pretend(dev, host);
+    fs.hosts.pretend(fs.inodes.get(ROOT_ID).unwrap().key.dev, host);
     fs.enter_thread();
     fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM).unwrap();
     Share { dir, fs: Arc::new(fs) }
@@ -258,7 +257,7 @@ fn only_some_policies_and_file_systems_decide_by_the_times() {
         let s = serve(dir, Config { cache, no_open: NoOpen::Never, ..Default::default() });
         if !trusted {
             let root = open_root(s.dir.path());
-            let dev = fs::metadata(s.dir.path()).unwrap().dev();
+            let dev = s.fs.inodes.get(ROOT_ID).unwrap().key.dev;
             s.fs.hosts.pretend(dev, HostFs::of(std::os::fd::AsFd::as_fd(&root)));
         }
         s.put("f", b"data");

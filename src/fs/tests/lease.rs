@@ -841,7 +841,7 @@ fn leases_follow_the_cache_mode() {
 fn a_file_system_that_cannot_be_watched_has_timeouts() {
     let config = Config { lease_timeout: LEASE, ..Config::default() };
     let (s, ears) = serve_watched(&std::env::temp_dir(), config, 100);
-    let dev = fs::metadata(s.dir.path()).unwrap().dev();
+    let dev = s.fs.inodes.get(ROOT_ID).unwrap().key.dev;
     s.fs.hosts.pretend(dev, HostFs::default());
     s.fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM).unwrap();
     ears.register(&s.fs);
