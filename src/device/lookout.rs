@@ -1,33 +1,16 @@
-//! Deputies: while a request of a queue takes long, another thread serves the queue.
-//!
-//! Nothing tells beforehand that a system call will wait, for example for a file that another process writes to. So
-//! while a queue is served, one thread looks every [`TICK`] whether its request is still the one of the look before.
+//! What the deputies of the queues (`deputy`) need to know of their device.
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
-use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
-use std::thread;
-use std::time::Duration;
 
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
 
-use super::handler::Handler;
-use super::queue::{End, Workers};
 use super::ring::{Ring, Vring};
-use super::seat::Glance;
-use crate::limits::Limit;
 
-/// A request that takes longer than one to two of these gets the queue a deputy. It is long beside nearly all requests,
-/// and a look takes about a microsecond. virtiofsd's pool of threads answers the next request after 10 to 40 ms.
-const TICK: Duration = Duration::from_millis(10);
-
-/// After so many looks that saw no request the thread rests, until a worker wakes it. A guest that sends a request now
-/// and then costs 20 looks for each.
-const QUIET: u32 = 20;
-
-/// What the deputies of a device need to know of it.
+/// Of one device.
 #[derive(Default)]
 pub struct Lookout {
     /// By queue.
@@ -35,7 +18,7 @@ pub struct Lookout {
     /// What wakes all workers.
     events: Vec<EventFd>,
     /// Somebody looks.
-    awake: AtomicBool,
+    pub awake: AtomicBool,
 }
 
 impl Lookout {
@@ -43,12 +26,18 @@ impl Lookout {
         Self { rings, events, awake: AtomicBool::new(false) }
     }
 
-    fn rings(&self) -> impl Iterator<Item = (usize, &Arc<Ring>)> {
+    /// How many queues there are.
+    pub fn queues(&self) -> usize {
+        self.rings.len()
+    }
+
+    /// Those that are there, with their numbers.
+    pub fn rings(&self) -> impl Iterator<Item = (usize, &Arc<Ring>)> {
         self.rings.iter().enumerate().filter_map(|(index, ring)| Some((index, &ring.get()?.0)))
     }
 
     /// What wakes the deputy of a queue. Each event is seen once (EPOLLET), since nobody reads them.
-    fn epoll(&self, ring: &Ring, more: impl IntoIterator<Item = RawFd>) -> io::Result<Epoll> {
+    pub fn epoll(&self, ring: &Ring, more: impl IntoIterator<Item = RawFd>) -> io::Result<Epoll> {
         let epoll = Epoll::new()?;
         let mine = [ring.back()?.as_raw_fd()];
         let all = self.events.iter().map(EventFd::as_raw_fd).chain(mine).chain(ring.kick()).chain(more);
@@ -57,80 +46,5 @@ impl Lookout {
             epoll.ctl(ControlOperation::Add, fd, event)?;
         }
         Ok(epoll)
-    }
-}
-
-impl<H: Handler> Workers<H> {
-    /// Has somebody look whether requests take long. The caller has a seat.
-    pub(super) fn look_out(self: &Arc<Self>) {
-        let awake = &self.lookout.awake;
-        // Either the thread that is about to rest sees the seat taken, or this sees that it rests.
-        fence(Ordering::SeqCst);
-        if awake.load(Ordering::Relaxed) || awake.swap(true, Ordering::SeqCst) {
-            return;
-        }
-        let workers = self.clone();
-        if self.service.pools.deputies.run(Box::new(move || workers.look())).is_err() {
-            awake.store(false, Ordering::SeqCst);
-        }
-    }
-
-    fn look(self: &Arc<Self>) {
-        let mut seen = vec![Glance::default(); self.lookout.rings.len()];
-        let mut quiet = 0;
-        while !self.closing.load(Ordering::Relaxed) {
-            thread::sleep(TICK);
-            quiet += 1;
-            for (index, ring) in self.lookout.rings() {
-                let (now, before) = (ring.seat().glance(), &mut seen[index]);
-                if now != *before || now.serves {
-                    quiet = 0;
-                }
-                if now.serves && now == *before {
-                    self.take_over(ring, index, now);
-                }
-                *before = now;
-            }
-            if quiet < QUIET {
-                continue;
-            }
-            self.lookout.awake.store(false, Ordering::SeqCst);
-            fence(Ordering::SeqCst);
-            let all_free = self.lookout.rings().all(|(_, ring)| ring.seat().is_free());
-            if all_free || self.lookout.awake.swap(true, Ordering::SeqCst) {
-                return;
-            }
-            quiet = 0;
-        }
-    }
-
-    fn take_over(self: &Arc<Self>, ring: &Arc<Ring>, index: usize, glance: Glance) {
-        let (workers, ring) = (self.clone(), ring.clone());
-        let job = move || {
-            if let Err(e) = workers.deputize(&ring, index, glance) {
-                tracing::warn!("queue {index} waits for a request that takes long: {e}");
-            }
-        };
-        if self.service.pools.deputies.run(Box::new(job)).is_err() {
-            Limit::Deputies.reached();
-        }
-    }
-
-    /// Serves the queue until its own worker is back. `glance`: the request that takes long.
-    fn deputize(self: &Arc<Self>, ring: &Arc<Ring>, index: usize, glance: Glance) -> io::Result<()> {
-        let uring = self.urings.of(index).map(|uring| uring.lock().event());
-        let epoll = self.lookout.epoll(ring, uring)?;
-        let Some(turn) = ring.take_over(glance) else { return Ok(()) };
-        let mut end = self.serve(ring, index, (turn, false), self.scratch(None, index));
-        while let End::Left = end {
-            if self.closing.load(Ordering::Relaxed) || !ring.seat().own_away {
-                return Ok(());
-            }
-            match epoll.wait(-1, &mut [EpollEvent::default()]) {
-                Err(e) if e.kind() != io::ErrorKind::Interrupted => return Err(e),
-                _ => end = self.take_turn(ring, index, false),
-            }
-        }
-        Ok(())
     }
 }

@@ -7,6 +7,7 @@
 mod chain;
 mod config;
 mod crowd;
+mod deputy;
 mod handler;
 mod late;
 mod lookout;

@@ -25,7 +25,7 @@ pub struct Pools {
     pub others: Arc<Pool>,
     /// For `Wait::Lock`.
     pub locks: Arc<Pool>,
-    /// For queues whose request takes long (`lookout`).
+    /// For queues whose request takes long (`deputy`).
     pub deputies: Arc<Pool>,
 }
 

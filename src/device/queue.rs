@@ -1,4 +1,4 @@
-//! The worker of a queue: takes requests, has them served, gives the chains back. `lookout` gives it a deputy.
+//! The worker of a queue: takes requests, has them served, gives the chains back. `deputy` gives it a deputy.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,7 +14,7 @@ use super::lookout::Lookout;
 use super::monitor::Monitor;
 use super::origin::{Origin, Service};
 use super::region::Kept;
-use super::ring::Ring;
+use super::ring::{Busy, Ring};
 use super::scratch::{BATCH, Scratch};
 use super::seat::{Seat, Turn};
 use super::tally::Tally;
@@ -127,7 +127,7 @@ impl<H: Handler> Workers<H> {
     fn serve_batch<'a>(
         &self,
         ring: &'a Arc<Ring>,
-        mut seat: MutexGuard<'a, Seat>,
+        mut seat: MutexGuard<'a, Seat<Busy>>,
         (turn, own): (Turn, bool),
         kept: &mut Kept,
         table: Table,

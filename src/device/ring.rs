@@ -35,7 +35,7 @@ pub struct Ring {
     /// Changed with `vring` locked.
     heads: Mutex<Heads>,
     /// A stop of the ring waits until it is free. `free` tells of that.
-    seat: Mutex<Seat>,
+    seat: Mutex<Seat<Busy>>,
     free: Condvar,
     /// Wakes a deputy when the queue's own worker is back.
     back: OnceLock<EventFd>,
@@ -120,12 +120,12 @@ type State<'a> = <VringMutex<GuestMemory> as VringStateMutGuard<'a, GuestMemory>
 
 impl Ring {
     /// The seat, which is locked for a moment.
-    pub fn seat(&self) -> MutexGuard<'_, Seat> {
+    pub fn seat(&self) -> MutexGuard<'_, Seat<Busy>> {
         self.seat.lock()
     }
 
     /// Waits until the seat is free. It stays so while the lock is held.
-    fn free_seat(&self) -> MutexGuard<'_, Seat> {
+    fn free_seat(&self) -> MutexGuard<'_, Seat<Busy>> {
         let mut seat = self.seat.lock();
         while !seat.is_free() {
             self.free.wait(&mut seat);
@@ -153,7 +153,7 @@ impl Ring {
     }
 
     /// Leaves the seat.
-    pub fn leave(&self, mut seat: MutexGuard<Seat>, scratch: Box<Scratch>) {
+    pub fn leave(&self, mut seat: MutexGuard<Seat<Busy>>, scratch: Box<Scratch>) {
         seat.leave(scratch);
         drop(seat);
         self.free.notify_all();
@@ -320,7 +320,7 @@ impl Ring {
 
     /// Waits until the worker, the kernel and other threads are done with what was taken from the ring. Keeps the
     /// worker out.
-    fn rest(&self) -> MutexGuard<'_, Seat> {
+    fn rest(&self) -> MutexGuard<'_, Seat<Busy>> {
         self.stopping.store(true, Ordering::Relaxed);
         loop {
             let mut seat = self.free_seat();
@@ -389,7 +389,7 @@ impl Ring {
     }
 
     /// Another session has begun: nothing of the one before goes back to the driver.
-    fn forget(&self, seat: &mut Seat) {
+    fn forget(&self, seat: &mut Seat<Busy>) {
         if let Some(scratch) = &mut seat.scratch {
             scratch.finish().clear();
         }

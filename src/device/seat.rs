@@ -2,15 +2,13 @@
 //! seat, with the chains that were taken and not begun. So what holds up one request does not hold up the queue.
 
 use super::chain::Used;
-use super::ring::Busy;
-use super::scratch::Scratch;
+use super::scratch::{BATCH, Scratch};
 
 /// One stay at a ring. 0 is nobody's.
 pub type Turn = u64;
 
-/// Locked for moments, and never while a request is served.
-#[derive(Default)]
-pub struct Seat {
+/// Locked for moments, and never while a request is served. `B` keeps the ring from being stopped.
+pub struct Seat<B> {
     /// Whose turn it is. 0: the seat is free.
     turn: Turn,
     turns: Turn,
@@ -27,7 +25,7 @@ pub struct Seat {
     /// What the next turn begins with.
     pub scratch: Option<Box<Scratch>>,
     /// Turns that were taken over in the middle of a request. The ring cannot be stopped before it has ended.
-    away: Vec<(Turn, Busy)>,
+    away: Vec<(Turn, B)>,
     /// The queue's own worker is among them.
     pub own_away: bool,
 }
@@ -41,7 +39,24 @@ pub struct Glance {
     pub serves: bool,
 }
 
-impl Seat {
+impl<B> Default for Seat<B> {
+    fn default() -> Self {
+        Self {
+            turn: 0,
+            turns: 0,
+            own: false,
+            serves: false,
+            begun: 0,
+            heads: Vec::with_capacity(BATCH),
+            used: Vec::with_capacity(BATCH),
+            scratch: None,
+            away: Vec::new(),
+            own_away: false,
+        }
+    }
+}
+
+impl<B> Seat<B> {
     /// Whether nobody has it.
     pub fn is_free(&self) -> bool {
         self.turn == 0
@@ -69,7 +84,7 @@ impl Seat {
     }
 
     /// The request has ended. If the seat was taken over meanwhile: what kept the ring from being stopped.
-    pub fn end(&mut self, turn: Turn) -> Option<Busy> {
+    pub fn end(&mut self, turn: Turn) -> Option<B> {
         if self.turn == turn {
             self.serves = false;
             return None;
@@ -85,7 +100,7 @@ impl Seat {
 
     /// Takes the seat over from a turn whose request still is the one of this glance. `busy` keeps the ring from being
     /// stopped.
-    pub fn take_over(&mut self, glance: Glance, busy: impl FnOnce() -> Busy) -> Option<Turn> {
+    pub fn take_over(&mut self, glance: Glance, busy: impl FnOnce() -> B) -> Option<Turn> {
         if !glance.serves || self.glance() != glance {
             return None;
         }
@@ -93,5 +108,32 @@ impl Seat {
         self.own_away |= self.own;
         self.serves = false;
         Some(self.take(false))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_seat_is_taken_over_in_the_middle_of_a_request_alone() {
+        let mut seat = Seat::default();
+        let own = seat.take(true);
+        seat.heads = vec![5, 6];
+        assert_eq!(seat.take_over(seat.glance(), || 'a'), None);
+        assert_eq!(seat.begin(), Some(5));
+        let long = seat.glance();
+        let deputy = seat.take_over(long, || 'a').unwrap();
+        assert!(seat.own_away && seat.take_over(long, || 'b').is_none());
+        // It goes on with what was taken.
+        assert_eq!((seat.begin(), seat.begin(), seat.end(deputy)), (Some(6), None, None));
+        // The next request is another one.
+        seat.heads = vec![7, 8];
+        seat.begin();
+        let before = seat.glance();
+        assert_eq!((seat.end(deputy), seat.begin()), (None, Some(8)));
+        assert_eq!(seat.take_over(before, || 'b'), None);
+        // Each gets back what is its own.
+        assert_eq!((seat.end(own), seat.end(own), seat.end(deputy)), (Some('a'), None, None));
     }
 }

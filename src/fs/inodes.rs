@@ -11,7 +11,8 @@ use rustix::io::Errno;
 
 use super::fd::stat;
 use super::inode::{Inode, Place, Places};
-use super::key::{Key, Seen};
+use super::key::Key;
+use super::seen::Seen;
 use crate::fuse::abi::ROOT_ID;
 use crate::fuse::ops::Result;
 use crate::limits;

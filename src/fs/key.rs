@@ -2,14 +2,11 @@
 
 use std::ffi::CStr;
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 
 use rustix::fs::{Statx, StatxFlags, fstatfs};
 
-use super::fd::{open_path, stat};
-use super::inode::Inode;
 use super::sys;
-use crate::fuse::ops::Result;
 
 /// Identity of a host file: no two have the same, at one time or one after the other, as far as their file system tells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -85,7 +82,7 @@ pub fn mount(st: &Statx) -> u32 {
 }
 
 /// What a file is told by that nothing but its number tells.
-const UNMARKED: u64 = 0;
+pub const UNMARKED: u64 = 0;
 
 impl Key {
     /// No file has it. `format`: S_IFMT bits.
@@ -94,14 +91,14 @@ impl Key {
         Self { ino: id, mark, dev: u32::MAX, mount: u32::MAX }
     }
 
-    fn new(st: &Statx, told_by: ToldBy, value: u64) -> Self {
+    pub fn new(st: &Statx, told_by: ToldBy, value: u64) -> Self {
         let format = u64::from(st.stx_mode >> 12);
         let mark = value << 6 | (told_by as u64) << 4 | format;
         Self { ino: st.stx_ino, mark, dev: dev(st), mount: mount(st) }
     }
 
     /// The key of a file that has a time of birth, unless overlayfs says so.
-    fn born(st: &Statx) -> Option<Self> {
+    pub fn born(st: &Statx) -> Option<Self> {
         let known = st.stx_mask & StatxFlags::BTIME.bits() != 0;
         // In nanoseconds. The bits that are lost come back after 9 years.
         let (sec, nsec) = (st.stx_btime.tv_sec as u64, st.stx_btime.tv_nsec);
@@ -173,45 +170,4 @@ fn may_part(fd: BorrowedFd, st: &Statx) -> bool {
             && handle.get(6).is_some_and(|flags| flags & 4 != 0)
     };
     !directory && st.stx_nlink > 1 && !sys::with_file_id(fd, c"", is_upper).unwrap_or(false)
-}
-
-/// A file that was looked at by its name.
-pub struct Seen {
-    pub st: Statx,
-    pub key: Key,
-    /// An O_PATH descriptor of it, if that was needed.
-    pub fd: Option<OwnedFd>,
-}
-
-impl Seen {
-    /// `name` in the directory `parent`, which `dir` is a descriptor of. It takes one statx(2) where files have a time
-    /// of birth, or on overlayfs one name.
-    pub fn at(parent: &Inode, dir: BorrowedFd, name: &CStr) -> Result<Self> {
-        let told_by = parent.key.told_by();
-        if matches!(told_by, ToldBy::Birth | ToldBy::Number) {
-            let st = stat(dir, name)?;
-            let near = mount(&st) == parent.key.mount;
-            let key = match told_by {
-                ToldBy::Birth => Key::born(&st),
-                _ if st.stx_nlink == 1 || u32::from(st.stx_mode) & libc::S_IFMT == libc::S_IFDIR => {
-                    Some(Key::new(&st, told_by, UNMARKED))
-                }
-                _ => None,
-            };
-            if let Some(key) = key.filter(|_| near) {
-                return Ok(Self { st, key, fd: None });
-            }
-        }
-        let fd = open_path(dir, name)?;
-        let mut seen = Self::of(parent, fd.as_fd(), Some(name))?;
-        seen.fd = Some(fd);
-        Ok(seen)
-    }
-
-    /// The file that `fd` is a descriptor of. `name`: its name in `parent`.
-    pub fn of(parent: &Inode, fd: BorrowedFd, name: Option<&CStr>) -> Result<Self> {
-        let st = stat(fd, c"")?;
-        let key = Key::of(fd, &st, Some(&parent.key), name.map(|name| (parent.id, name)));
-        Ok(Self { st, key, fd: None })
-    }
 }

@@ -28,6 +28,7 @@ mod path;
 mod probe;
 mod repeat;
 mod report;
+mod seen;
 mod sys;
 #[cfg(test)]
 mod tests;

@@ -4,9 +4,9 @@ use std::ffi::CStr;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 
-use super::key::Seen;
 use super::name::Purpose;
 use super::path::is_name;
+use super::seen::Seen;
 use super::{PassthroughFs, sys};
 use crate::agent::Agents;
 use crate::fuse::abi::*;
