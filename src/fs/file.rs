@@ -176,7 +176,7 @@ impl PassthroughFs {
         let host = self.hosts.get(inode.key.dev, file.as_fd());
         match inode.format() {
             libc::S_IFDIR => Handle::dir(file, inode.id, host, &self.listings),
-            _ => Handle::file(file, inode.id, host),
+            _ => Handle::file(file, inode.id, host).counted(inode.count_open()),
         }
     }
 
@@ -199,6 +199,8 @@ impl PassthroughFs {
         if inode.format() != libc::S_IFREG {
             return Err(Errno::BADF);
         }
+        // The file is held from here on, even if it is removed meanwhile. The handle counts by itself.
+        let _counted = self.gives_handles().then(|| inode.count_open());
         if self.is_plain(open.flags) {
             if let Some(file) = inode.take_readable() {
                 return self.opened(&inode, file, open.flags, reply, out);

@@ -9,6 +9,7 @@ use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard};
 use rustix::io::Errno;
 
 use super::host::HostFs;
+use super::inode::Open;
 use crate::fuse::ops::Result;
 use crate::limits;
 
@@ -26,6 +27,8 @@ pub struct Handle {
     pub host: Arc<HostFs>,
     /// Opened for reading, with no other flag. When the guest closes it, the next such open may have it.
     pub plain: bool,
+    /// Counts it at its inode, of a file.
+    _counted: Option<Open>,
     /// The position of the listing, of a directory.
     dir: Option<Box<Mutex<DirState>>>,
     /// Owners that have asked for POSIX locks through this handle.
@@ -40,11 +43,15 @@ impl Handle {
     pub fn file(file: OwnedFd, node: u64, host: Arc<HostFs>) -> Self {
         let (lock_owners, heard) = (Mutex::default(), AtomicU32::default());
         let drops = AtomicU32::default();
-        Self { file, node, host, plain: false, dir: None, lock_owners, heard, drops }
+        Self { file, node, host, plain: false, _counted: None, dir: None, lock_owners, heard, drops }
     }
 
     pub fn dir(file: OwnedFd, node: u64, host: Arc<HostFs>, listings: &Arc<Listings>) -> Self {
         Self { dir: Some(Box::new(Mutex::new(DirState::new(listings)))), ..Self::file(file, node, host) }
+    }
+
+    pub fn counted(self, open: Open) -> Self {
+        Self { _counted: Some(open), ..self }
     }
 
     /// # Errors

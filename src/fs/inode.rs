@@ -31,6 +31,8 @@ pub enum Place {
     Name(Arc<Inode>, Box<CStr>),
     /// A migration lost it: every request for it gets EIO.
     Lost,
+    /// It was removed, and nobody has it open.
+    Removed,
 }
 
 /// A file that the guest knows.
@@ -56,6 +58,10 @@ pub struct Inode {
     spare: RwLock<Option<Spare>>,
     /// It was used since the last sweep.
     used: AtomicBool,
+    /// It has no name left. Who closes it last lets go of it.
+    removed: AtomicBool,
+    /// Handles that the guest has, or is about to get.
+    opens: AtomicU32,
     /// The sweep knows of it. Changes while `spare` is locked for writing.
     swept: AtomicBool,
 }
@@ -184,6 +190,8 @@ impl Inode {
             place: RwLock::new(place),
             spare: RwLock::new(None),
             used: AtomicBool::new(false),
+            removed: AtomicBool::new(false),
+            opens: AtomicU32::new(0),
             swept: AtomicBool::new(false),
         }
     }
@@ -222,6 +230,7 @@ impl Inode {
             }
             Place::Name(..) => Err(Errno::STALE),
             Place::Lost => Err(Errno::IO),
+            Place::Removed => Err(Errno::STALE),
         }
     }
 
@@ -262,7 +271,7 @@ impl Inode {
             Place::Fd(fd) => reopen(fd.as_fd(), flags),
             // Faster than through a spare descriptor, which needs a path in /proc.
             Place::Handle(handle) => handle.open(flags),
-            Place::Name(..) => Err(Errno::STALE),
+            Place::Name(..) | Place::Removed => Err(Errno::STALE),
             Place::Lost => Err(Errno::IO),
         }
     }
@@ -283,7 +292,8 @@ impl Inode {
         spare: Spare,
     ) -> std::result::Result<RwLockWriteGuard<'_, Option<Spare>>, Spare> {
         let Some(mut kept) = self.spare.try_write() else { return Err(spare) };
-        if kept.as_ref().is_some_and(|old| !spare.replaces(old)) {
+        let unheld = self.removed.load(Ordering::SeqCst) && self.opens.load(Ordering::SeqCst) == 0;
+        if unheld || kept.as_ref().is_some_and(|old| !spare.replaces(old)) {
             return Err(spare);
         }
         if !self.swept.load(Ordering::Relaxed) {
@@ -391,6 +401,34 @@ impl Inode {
         Ok(())
     }
 
+    /// Whether the file, which was [held](Self::hold), has no name left. It may have got another one meanwhile.
+    pub fn is_nameless(&self) -> bool {
+        let nameless = |fd: &OwnedFd| stat(fd.as_fd(), c"").map_or(true, |st| st.stx_nlink == 0);
+        matches!(&*self.place.read_recursive(), Place::Fd(fd) if nameless(fd))
+    }
+
+    /// From now on, the file is held only as long as it is open.
+    pub fn remove(&self) {
+        self.removed.store(true, Ordering::SeqCst);
+        if self.opens.load(Ordering::SeqCst) == 0 {
+            self.let_go();
+        }
+    }
+
+    /// Closes a removed file, whose space is free then. Not while a request uses it: it goes when the guest forgets it.
+    fn let_go(&self) {
+        let place = self.place.try_write().map(|mut place| std::mem::replace(&mut *place, Place::Removed));
+        let spare = self.spare.try_write().map(|mut spare| spare.take());
+        // Closed without a lock, which may take long.
+        drop((place, spare));
+    }
+
+    /// Counts a handle, until the result is dropped. To be called before the file is opened.
+    pub fn count_open(self: &Arc<Self>) -> Open {
+        self.opens.fetch_add(1, Ordering::SeqCst);
+        Open(self.clone())
+    }
+
     /// How the daemon gets at its file now.
     pub fn place(&self) -> RwLockReadGuard<'_, Place> {
         self.place.read_recursive()
@@ -419,7 +457,7 @@ impl Inode {
         match &*self.place.read_recursive() {
             Place::Fd(fd) => sys::file_id(fd.as_fd(), c"").ok(),
             Place::Handle(handle) => handle.file_id(),
-            Place::Name(..) | Place::Lost => None,
+            Place::Name(..) | Place::Lost | Place::Removed => None,
         }
     }
 
@@ -458,6 +496,17 @@ impl Inode {
             if p.id != parent.id || **n != *name {
                 (*p, *n) = (parent.clone(), name.into());
             }
+        }
+    }
+}
+
+/// A handle of an inode.
+pub struct Open(Arc<Inode>);
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        if self.0.opens.fetch_sub(1, Ordering::SeqCst) == 1 && self.0.removed.load(Ordering::SeqCst) {
+            self.0.let_go();
         }
     }
 }

@@ -209,7 +209,7 @@ impl Inodes {
                     entry.remove();
                 }
             }
-            // A migration gave two inodes this key, or it is of no file. The key is locked nevertheless.
+            // It is removed, or a migration gave two inodes this key. The key is locked nevertheless.
             _other => last = inode.drop_references(nlookup),
         }
         if last && self.by_id.remove(&id).is_some() {
@@ -224,8 +224,9 @@ impl Inodes {
 
     /// To be called before the file `name` in `parent` loses this name. `dir`: a descriptor of the directory. A file that only READDIRPLUS has named is opened.
     /// If this is the file's last name (`removed`), it is held by descriptor until the guest forgets it: the guest may
-    /// still ask for it, and no handle opens a file without a name. On NFS it has a name as long as it is open, so it
-    /// is not held if the guest's opens have handles (`open_by_handle`).
+    /// still ask for it, and no handle opens a file without a name. If it is a regular file and the guest's opens have
+    /// handles (`open_by_handle`), it is held only as long as there are any: the result is to be given to
+    /// [`was_removed`](Self::was_removed) then. On NFS it has a name as long as it is open, so it is not held at all.
     pub fn pin(
         &self,
         places: &Places,
@@ -233,18 +234,30 @@ impl Inodes {
         name: &CStr,
         removed: bool,
         open_by_handle: bool,
-    ) {
-        let unpinned = self.any_lazy.load(Ordering::Relaxed) || removed && places.use_handles();
+    ) -> Option<Arc<Inode>> {
+        let unpinned = self.any_lazy.load(Ordering::Relaxed) || removed && (open_by_handle || places.use_handles());
         if !unpinned {
-            return;
+            return None;
         }
-        let Ok(Seen { st, key, .. }) = Seen::at(parent, dir, name) else { return };
-        let Some(inode) = self.peek(&key) else { return };
+        let Seen { st, key, .. } = Seen::at(parent, dir, name).ok()?;
+        let inode = self.peek(&key)?;
         // If this fails, the file is stale for the guest later.
         if removed && (st.stx_nlink <= 1 || inode.format() == libc::S_IFDIR) {
             let _ = inode.hold(places, dir, name, open_by_handle);
+            (open_by_handle && inode.format() == libc::S_IFREG).then_some(inode)
         } else {
             inode.settle(places);
+            None
         }
+    }
+
+    /// The name of this [pinned](Self::pin) file was removed. Whether the file is: then another may get its key.
+    pub fn was_removed(&self, inode: &Arc<Inode>) -> bool {
+        let removed = inode.is_nameless();
+        if removed {
+            self.by_key.remove_if(&inode.key, |_, known| Arc::ptr_eq(known, inode));
+            inode.remove();
+        }
+        removed
     }
 }

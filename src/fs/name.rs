@@ -251,15 +251,23 @@ impl PassthroughFs {
         }
     }
 
-    fn pin(&self, parent: (&Inode, BorrowedFd), name: &CStr, removed: bool) {
-        self.inodes.pin(&self.places, parent, name, removed, self.gives_handles());
+    fn pin(&self, parent: (&Inode, BorrowedFd), name: &CStr, removed: bool) -> Option<Arc<Inode>> {
+        self.inodes.pin(&self.places, parent, name, removed, self.gives_handles())
+    }
+
+    /// The name of this pinned file is removed. If nobody has the file open, its space is free from here on.
+    fn was_removed(&self, inode: &Arc<Inode>) {
+        if self.inodes.was_removed(inode) {
+            self.passing().into_iter().for_each(|pass| pass.forget(inode.id));
+        }
     }
 
     fn remove(&self, parent: u64, name: &CStr, flags: AtFlags) -> Result<()> {
         self.writable()?;
         self.within(parent, name, |parent, dir| {
-            self.pin((parent, dir), name, true);
+            let pinned = self.pin((parent, dir), name, true);
             unlinkat(dir, name, flags)?;
+            pinned.into_iter().for_each(|inode| self.was_removed(&inode));
             self.agents.tell(parent.id, name.to_bytes(), 0);
             Ok(())
         })
@@ -329,13 +337,14 @@ impl Names for PassthroughFs {
                 // Whatever moves into it is watched then.
                 let moves = self.watch().map(|_| (self.sight(old, dir), self.sight(new, newdir)));
                 self.pin((old, dir), name, false);
-                self.pin((new, newdir), newname, !flags.contains(RenameFlags::EXCHANGE));
+                let over = self.pin((new, newdir), newname, !flags.contains(RenameFlags::EXCHANGE));
                 if flags.contains(RenameFlags::WHITEOUT) {
                     let _identity = self.act_trusted(by)?;
                     renameat_with(dir, name, newdir, newname, flags)?;
                 } else {
                     self.naming(newdir, || renameat_with(dir, name, newdir, newname, flags))?;
                 }
+                over.into_iter().for_each(|inode| self.was_removed(&inode));
                 self.agents.tell(parent, name.to_bytes(), 0);
                 self.agents.tell(newparent, newname.to_bytes(), 0);
                 if let Some((from, to)) = moves {

@@ -346,6 +346,7 @@ fn listed_files_are_opened_when_they_are_needed() {
     // The guest renames and removes files: they are still the same.
     s.fs.rename(ROOT_ID, c"f1", ROOT_ID, c"g1", 0, &me()).unwrap();
     s.fs.getattr(node("f1"), None).unwrap();
+    open(&s.fs, node("f2"), libc::O_RDONLY).unwrap();
     s.fs.unlink(ROOT_ID, c"f2").unwrap();
     assert_eq!(s.fs.getattr(node("f2"), None).unwrap().attr.nlink, 0);
 
@@ -437,17 +438,6 @@ fn file_handles_hold_no_descriptors() {
     fs::rename(s.dir.path().join("f9"), s.dir.path().join("elsewhere")).unwrap();
     assert_eq!(s.fs.getattr(node, None).unwrap().attr.size, 4);
     assert_eq!(s.read(node, fh, 0, 9).unwrap(), b"data");
-    // The guest removes the file, but does not forget it.
-    let node = s.lookup(c"f7").unwrap().nodeid;
-    s.fs.unlink(ROOT_ID, c"f7").unwrap();
-    assert_eq!(s.fs.getattr(node, None).unwrap().attr.nlink, 0);
-    settle();
-    assert_eq!(s.descriptors(), before + 2);
-    s.fs.forget(node, 2);
-    assert_eq!(s.descriptors(), before + 1);
-    let over = s.lookup(c"f6").unwrap().nodeid;
-    s.fs.rename(ROOT_ID, c"f5", ROOT_ID, c"f6", 0, &me()).unwrap();
-    assert_eq!(s.fs.getattr(over, None).unwrap().attr.nlink, 0);
     let dir = s.fs.mkdir(ROOT_ID, c"d", 0o755, &me()).unwrap().nodeid;
     s.fs.mkdir(dir, c"e", 0o755, &me()).unwrap();
     assert_eq!(s.fs.rename(dir, c"e", ROOT_ID, c"d", 0, &me()), Err(Errno::NOTEMPTY));
@@ -456,6 +446,54 @@ fn file_handles_hold_no_descriptors() {
     let node = s.lookup(c"f8").unwrap().nodeid;
     fs::remove_file(s.dir.path().join("f8")).unwrap();
     assert_eq!(s.fs.getattr(node, None).err(), Some(Errno::STALE));
+}
+
+#[test]
+fn a_removed_file_is_held_as_long_as_it_is_open() {
+    for inode_file_handles in [FileHandles::Never, FileHandles::Prefer] {
+        let s = share(Config { inode_file_handles, ..Default::default() });
+        let held = |name: &str| {
+            let held = |e: io::Result<fs::DirEntry>| fs::read_link(e.ok()?.path()).ok();
+            let mut links = fs::read_dir("/proc/self/fd").unwrap().filter_map(held);
+            links.any(|path| path.starts_with(s.dir.path()) && path.to_string_lossy().contains(name))
+        };
+        let rename = |from, to| s.fs.rename(ROOT_ID, from, ROOT_ID, to, 0, &me());
+        // Nobody has it open: it goes at once, though the guest has not forgotten it.
+        for (n, remove) in [(1, true), (2, false)] {
+            s.put("closed", b"data");
+            s.put("new", b"data");
+            let node = s.lookup(c"closed").unwrap().nodeid;
+            let fh = open(&s.fs, node, libc::O_RDONLY).unwrap().fh;
+            s.fs.release(node, &ReleaseIn { fh, ..Default::default() }).unwrap();
+            if remove { s.fs.unlink(ROOT_ID, c"closed") } else { rename(c"new", c"closed") }.unwrap();
+            assert!(!held("closed"), "{inode_file_handles:?} {n}");
+            assert_eq!(s.fs.getattr(node, None).err(), Some(Errno::STALE));
+            s.put("closed", b"data");
+            assert_ne!(s.lookup(c"closed").unwrap().nodeid, node);
+        }
+        // It is open, and goes with the last handle.
+        s.put("opened", b"data");
+        let (node, fh) = s.open(c"opened", libc::O_RDWR);
+        let second = open(&s.fs, node, libc::O_RDONLY).unwrap().fh;
+        s.fs.unlink(ROOT_ID, c"opened").unwrap();
+        for fh in [fh, second] {
+            assert_eq!(s.fs.getattr(node, None).unwrap().attr.nlink, 0);
+            assert_eq!(s.read(node, fh, 0, 9).unwrap(), b"data");
+            s.fs.release(node, &ReleaseIn { fh, ..Default::default() }).unwrap();
+        }
+        assert!(!held("opened"), "{inode_file_handles:?}");
+        assert_eq!(s.fs.getattr(node, None).err(), Some(Errno::STALE));
+        // The guest opens it by itself.
+        let node = s.fs.mknod(ROOT_ID, c"pipe", libc::S_IFIFO | 0o600, 0, &me()).unwrap().nodeid;
+        s.fs.unlink(ROOT_ID, c"pipe").unwrap();
+        assert_eq!(s.fs.getattr(node, None).unwrap().attr.nlink, 0);
+        // It has another name.
+        s.put("linked", b"data");
+        let node = s.lookup(c"linked").unwrap().nodeid;
+        s.fs.link(node, ROOT_ID, c"other").unwrap();
+        s.fs.unlink(ROOT_ID, c"linked").unwrap();
+        assert_eq!((s.lookup(c"other").unwrap().nodeid, s.fs.getattr(node, None).unwrap().attr.nlink), (node, 1));
+    }
 }
 
 #[test]
