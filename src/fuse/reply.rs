@@ -29,8 +29,9 @@ pub struct Reply<'a> {
 enum To<'a> {
     /// The guest's memory.
     Place { writable: &'a mut IoVecs, scratch: &'a mut Vec<u8>, from: &'a mut dyn Transport, meter: Meter<'a> },
-    /// Another thread than the worker's. The buffer begins with room for the header.
-    Later { buffer: Vec<u8>, back: WayBack, meter: LateMeter },
+    /// Another thread than the worker's. The buffer begins with room for the header. `room`: bytes that the guest has
+    /// left.
+    Later { buffer: Vec<u8>, room: usize, back: WayBack, meter: LateMeter },
     /// There is nothing to answer, or somebody else answers.
     Nowhere,
 }
@@ -48,11 +49,11 @@ impl<'a> Reply<'a> {
 
     /// A reply that another thread may give. `unique`: the request's.
     pub fn late(unique: u64, back: WayBack) -> Self {
-        Self::measured(unique, back, LateMeter::default())
+        Self::measured(unique, usize::MAX, back, LateMeter::default())
     }
 
-    fn measured(unique: u64, back: WayBack, meter: LateMeter) -> Self {
-        Self { unique, to: To::Later { buffer: vec![0; HEADER], back, meter }, len: HEADER }
+    fn measured(unique: u64, room: usize, back: WayBack, meter: LateMeter) -> Self {
+        Self { unique, to: To::Later { buffer: vec![0; HEADER], room, back, meter }, len: HEADER }
     }
 
     /// Adds a structure.
@@ -67,7 +68,12 @@ impl<'a> Reply<'a> {
                     return Err(Errno::OVERFLOW);
                 }
             }
-            To::Later { buffer, .. } => buffer.extend_from_slice(bytes),
+            To::Later { buffer, room, .. } => {
+                if room.saturating_sub(buffer.len()) < bytes.len() {
+                    return Err(Errno::OVERFLOW);
+                }
+                buffer.extend_from_slice(bytes);
+            }
             To::Nowhere => {}
         }
         self.len += bytes.len();
@@ -182,8 +188,10 @@ impl<'a> Reply<'a> {
     /// Takes the reply to another thread. It starts empty there. What is added here afterwards is ignored.
     pub fn detach(&mut self) -> Reply<'static> {
         match std::mem::replace(&mut self.to, To::Nowhere) {
-            To::Place { from, meter, .. } => Reply::measured(self.unique, from.detach(), meter.detach()),
-            To::Later { back, meter, .. } => Reply::measured(self.unique, back, meter),
+            To::Place { writable, from, meter, .. } => {
+                Reply::measured(self.unique, writable.len(), from.detach(), meter.detach())
+            }
+            To::Later { room, back, meter, .. } => Reply::measured(self.unique, room, back, meter),
             To::Nowhere => Reply { unique: self.unique, to: To::Nowhere, len: HEADER },
         }
     }
@@ -194,12 +202,13 @@ impl<'a> Reply<'a> {
     /// # Errors
     /// EOPNOTSUPP if the transport cannot do that.
     pub fn park(&mut self, bytes: usize, release: Release) -> Result<(Reply<'static>, Stopping)> {
-        let To::Place { from, .. } = &mut self.to else { return Err(Errno::OPNOTSUPP) };
+        let To::Place { writable, from, .. } = &mut self.to else { return Err(Errno::OPNOTSUPP) };
+        let room = writable.len();
         let (back, stopping) = from.park(HEADER + bytes, release).ok_or(Errno::OPNOTSUPP)?;
         self.to = To::Nowhere;
         // How long it waits says nothing about the daemon.
         let buffer = vec![0; HEADER];
-        let to = To::Later { buffer, back, meter: LateMeter::default() };
+        let to = To::Later { buffer, room, back, meter: LateMeter::default() };
         Ok((Reply { unique: self.unique, to, len: HEADER }, stopping))
     }
 
@@ -219,12 +228,14 @@ impl<'a> Reply<'a> {
         serve: impl FnOnce(&mut Reply, &AtomicBool) -> Result<()> + Send + 'static,
     ) -> Result<()> {
         let unique = self.unique;
-        let To::Place { from, meter, .. } = &mut self.to else { return serve(self, &AtomicBool::new(false)) };
-        let meter = meter.detach();
+        let To::Place { writable, from, meter, .. } = &mut self.to else {
+            return serve(self, &AtomicBool::new(false));
+        };
+        let (meter, room) = (meter.detach(), writable.len());
         from.run(
             wait,
             Box::new(move |back, stop| {
-                let mut reply = Reply::measured(unique, back, meter);
+                let mut reply = Reply::measured(unique, room, back, meter);
                 let result = serve(&mut reply, stop);
                 reply.finish(result);
             }),
@@ -254,10 +265,13 @@ impl<'a> Reply<'a> {
                 let fits = writable.write_at(0, header.as_bytes()) == HEADER;
                 return if fits { len } else { 0 };
             }
-            To::Later { mut buffer, back, meter } => {
+            To::Later { mut buffer, room, back, meter } => {
                 meter.end(error, 0);
                 buffer.truncate(len);
                 buffer[..HEADER].copy_from_slice(header.as_bytes());
+                if room < HEADER {
+                    buffer.clear();
+                }
                 back(buffer);
             }
             To::Nowhere => {}
@@ -348,6 +362,22 @@ mod tests {
             std::panic::resume_unwind(Box::new(()));
         });
         assert_eq!(sent.iter().map(|reply| header(&reply)).collect::<Vec<_>>(), [(16, -libc::EIO, 7)]);
+    }
+
+    #[test]
+    fn a_detached_reply_fits_into_what_the_guest_left() {
+        for (room, answer) in [(32, Some((32, 0, 7))), (31, Some((16, -libc::EOVERFLOW, 7))), (16, None), (15, None)] {
+            let (send, sent) = channel();
+            let back = Box::new(move |reply| send.send(reply).unwrap());
+            let reply = Reply::measured(7, room, back, LateMeter::default());
+            reply.answer(Ok(OpenOut::default()));
+            let bytes: Vec<u8> = sent.recv().unwrap();
+            assert!(bytes.len() <= room);
+            match answer {
+                Some(answer) => assert_eq!((header(&bytes), bytes.len()), (answer, answer.0 as usize)),
+                None => assert_eq!(bytes.len(), if room < HEADER { 0 } else { HEADER }),
+            }
+        }
     }
 
     #[test]
