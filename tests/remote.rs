@@ -481,7 +481,7 @@ fn a_number_that_is_used_again_is_another_file() {
     guest.daemon.join().unwrap().unwrap();
 }
 
-/// The guest knows files by a listing. The host's kernel forgets what nobody holds, and then the files are others to it.
+/// The guest knows files by a listing. The host's kernel forgets what nobody holds, and then they are others to it.
 fn listed_files_are_held() {
     let far = Far::new();
     for n in 0..100 {

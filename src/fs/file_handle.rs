@@ -48,8 +48,8 @@ pub fn keeps_name(fd: BorrowedFd) -> bool {
     fstatfs(fd).is_ok_and(|st| st.f_type == libc::NFS_SUPER_MAGIC)
 }
 
-/// An open file of each mount that has handles. It is a directory, unless a file is all that was mounted: a file that is
-/// open keeps its space when the host removes it.
+/// An open file of each mount that has handles. It is a directory, unless a file is all that was mounted: an open file
+/// keeps its space when the host removes it.
 #[derive(Default)]
 pub struct Mounts {
     /// By mount id. `None`: its handles do not last.

@@ -222,7 +222,8 @@ impl Inodes {
         inode.key.mount == self.root.key.mount
     }
 
-    /// To be called before the file `name` in `parent` loses this name. `dir`: a descriptor of the directory. A file that only READDIRPLUS has named is opened.
+    /// To be called before the file `name` in `parent` loses this name. `dir`: a descriptor of the directory. A file
+    /// that only READDIRPLUS has named is opened.
     /// If this is the file's last name (`removed`), it is held by descriptor until the guest forgets it: the guest may
     /// still ask for it, and no handle opens a file without a name. If it is a regular file and the guest's opens have
     /// handles (`open_by_handle`), it is held only as long as there are any: the result is to be given to

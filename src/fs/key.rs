@@ -8,7 +8,8 @@ use rustix::fs::{Statx, StatxFlags, fstatfs};
 
 use super::sys;
 
-/// Identity of a host file: no two have the same, at one time or one after the other, as far as their file system tells.
+/// Identity of a host file: no two have the same, at one time or one after the other, as far as their file system
+/// tells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Key {
     pub ino: u64,
