@@ -5,6 +5,7 @@ mod listening;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::PermissionsExt;
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc;
 
@@ -12,7 +13,7 @@ use listening::Listening;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use tempfile::TempDir;
-use thruway::fs::{CachePolicy, Config, FileHandles, NoOpen, PassthroughFs, proc_self_fd};
+use thruway::fs::{CachePolicy, Config, FileHandles, NoOpen, Offer, PassthroughFs, proc_self_fd};
 use thruway::fuse::abi::*;
 use thruway::fuse::buf::IoRange;
 use thruway::fuse::ops::Wait;
@@ -456,6 +457,42 @@ fn an_old_or_foreign_guest_is_refused() {
     assert_eq!((out.major, out.minor, out.flags, out.flags2), (7, 27, 0, 0));
     guest.call(Opcode::Destroy, 0, &[]).unwrap();
     assert_eq!(guest.call(Opcode::Getattr, 1, &[GetattrIn::default().as_bytes()]), Err(libc::EIO));
+}
+
+/// Linux 5.4 to 5.12 has ACLs, and cannot say that one takes the set-group-ID bit away.
+#[test]
+fn an_old_guests_acl_takes_the_set_group_id_bit_away() {
+    let mut guest = Guest::new(Config { xattr: true, posix_acl: Offer::Auto, ..Default::default() });
+    if !rustix::process::geteuid().is_root() {
+        return;
+    }
+    let path = guest.dir.path().join("acl");
+    std::fs::write(&path, b"").unwrap();
+    let acl_flags = InitFlags::POSIX_ACL | InitFlags::DONT_MASK;
+    let init = InitIn { major: 7, minor: 31, flags: acl_flags.bits() as u32, ..Default::default() };
+    guest.call(Opcode::Init, 0, &[init.as_bytes()]).unwrap();
+    let node = guest.lookup(b"acl\0");
+    // struct posix_acl_xattr_header and _entry: the rights of the mode 0755.
+    let entry = |tag: u16, rights: u16| [tag.to_le_bytes(), rights.to_le_bytes(), [0xff; 2], [0xff; 2]].concat();
+    let acl = [vec![2, 0, 0, 0], entry(1, 7), entry(4, 5), entry(0x20, 5)].concat();
+    let name = c"system.posix_acl_access".to_bytes_with_nul();
+    let args = SetxattrInCompat { size: acl.len() as u32, flags: 0 };
+    for (uid, gid, mode) in [(1000, 1000, 0o755), (1000, 5, 0o2755), (0, 0, 0o2755)] {
+        std::os::unix::fs::chown(&path, Some(1000), Some(5)).unwrap();
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o2775)).unwrap();
+        let header = InHeader {
+            len: (size_of::<InHeader>() + size_of_val(&args) + name.len() + acl.len()) as u32,
+            opcode: Opcode::Setxattr as u32,
+            nodeid: node,
+            uid,
+            gid,
+            ..Default::default()
+        };
+        guest.request = [header.as_bytes(), args.as_bytes(), name, &acl].concat();
+        guest.raw(1 << 12).unwrap();
+        let now = std::fs::metadata(&path).unwrap().permissions().mode() & 0o7777;
+        assert_eq!(format!("{now:o}"), format!("{mode:o}"), "{uid}:{gid}");
+    }
 }
 
 #[test]

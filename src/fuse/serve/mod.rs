@@ -209,14 +209,19 @@ impl<F: FileSystem> Server<F> {
         let by = request.caller();
         let (size, flags, ext) = if self.has(InitFlags::SETXATTR_EXT) {
             let args: SetxattrIn = request.take()?;
-            (args.size, args.flags, args.setxattr_flags)
+            (args.size, args.flags, Some(args.setxattr_flags))
         } else {
             let args: SetxattrInCompat = request.take()?;
-            (args.size, args.flags, 0)
+            (args.size, args.flags, None)
         };
         let name = request.name()?;
         let value = request.bytes(size as usize)?;
-        self.fs.setxattr(request.header.nodeid, name, value, flags, (ext & SETXATTR_ACL_KILL_SGID != 0).then_some(by))
+        let kills = match ext {
+            Some(ext) => ext & SETXATTR_ACL_KILL_SGID != 0,
+            // Linux before 5.13 leaves it to the daemon. The guest's root is taken to have CAP_FSETID.
+            None => self.has(InitFlags::POSIX_ACL) && name == c"system.posix_acl_access" && by.uid != 0,
+        };
+        self.fs.setxattr(request.header.nodeid, name, value, flags, kills.then_some(by))
     }
 }
 
