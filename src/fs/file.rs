@@ -51,6 +51,11 @@ fn sync_flags(flags: u32) -> i32 {
     }
 }
 
+/// Whether a write takes set-id bits away. Linux asks for that in writes that it does not cache, whatever was settled.
+fn kills(write: &WriteIn) -> bool {
+    write.write_flags & WRITE_KILL_SUIDGID != 0
+}
+
 impl PassthroughFs {
     /// The host's open flags for the guest's. Without O_APPEND: a write from the guest's page cache has an offset, so
     /// each write decides whether it appends.
@@ -357,11 +362,6 @@ impl PassthroughFs {
         }
     }
 
-    /// Whether a write takes set-id bits away.
-    fn kills(&self, write: &WriteIn) -> bool {
-        self.has(InitFlags::HANDLE_KILLPRIV_V2) && write.write_flags & WRITE_KILL_SUIDGID != 0
-    }
-
     /// Removes the file's capabilities if `--xattrmap` keeps them under another name. The kernel only removes its own.
     pub(super) fn drop_capability(&self, fd: BorrowedFd) {
         if let Some(name) = &self.capability {
@@ -481,7 +481,7 @@ impl Files for PassthroughFs {
         // Without a handle, each write says whether it is synchronous.
         alone &= !self.has_no_handle(write.fh) || sync_flags(write.flags) == 0;
         let copied = self.with_file(node, write.fh, (Use::Write, write.flags, false), |file| {
-            self.set_id_kept(file.fd, self.kills(write).then_some(by));
+            self.set_id_kept(file.fd, kills(write).then_some(by));
             Ok(if alone { file.copy() } else { None })
         });
         if let Err(Errno::AGAIN) = copied { Ok(None) } else { copied }
@@ -489,7 +489,7 @@ impl Files for PassthroughFs {
 
     fn write(&self, node: u64, write: &WriteIn, by: Caller, from: &IoRange, waits: bool) -> Result<usize> {
         self.with_file(node, write.fh, (Use::Write, write.flags, waits), |file| {
-            self.set_id_kept(file.fd, self.kills(write).then_some(by));
+            self.set_id_kept(file.fd, kills(write).then_some(by));
             self.write_to(file.fd, node, write, from)
         })
     }

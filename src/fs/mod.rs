@@ -266,6 +266,10 @@ impl PassthroughFs {
         ] {
             wanted.set(flags, on);
         }
+        if !moved && !(wanted & offered).contains(InitFlags::HANDLE_KILLPRIV_V2) {
+            // Linux sends the mode without set-id bits along with a truncation, but not if an OPEN truncates.
+            wanted -= InitFlags::ATOMIC_O_TRUNC;
+        }
         let acl = InitFlags::POSIX_ACL | InitFlags::DONT_MASK;
         wanted |= self.offer(c.posix_acl, "posix-acl", acl, offered)?;
         wanted |= self.offer(c.security_label, "security-label", InitFlags::SECURITY_CTX, offered)?;

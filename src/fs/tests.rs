@@ -662,6 +662,32 @@ fn who_changes_a_file_decides_on_its_set_group_id_bit() {
     }
 }
 
+/// The guest clears them in a SETATTR. Linux sends none if an OPEN truncates the file.
+#[test]
+fn a_guest_that_clears_set_id_bits_itself_truncates_by_setattr() {
+    let flags =
+        |killpriv_v2, offered| share(Config { killpriv_v2, ..Config::default() }).fs.init(offered).unwrap().flags;
+    let all = InitFlags::all();
+    let truncates = InitFlags::ATOMIC_O_TRUNC;
+    assert!(flags(Some(true), all).contains(truncates));
+    assert!(!flags(Some(false), all).contains(truncates));
+    assert!(!flags(Some(true), all - InitFlags::HANDLE_KILLPRIV_V2).contains(truncates));
+}
+
+/// It asks for it in each write that it does not cache, whatever was settled.
+#[test]
+fn a_direct_write_clears_set_id_bits() {
+    if !root() {
+        return;
+    }
+    let s = share(Config { killpriv_v2: Some(false), cache: CachePolicy::Never, ..Config::default() });
+    s.put("f", b"data");
+    let (node, fh) = s.open(c"f", libc::O_RDWR);
+    fs::set_permissions(s.dir.path().join("f"), fs::Permissions::from_mode(0o6755)).unwrap();
+    s.write(node, fh, 0, b"x", WRITE_KILL_SUIDGID, 0).unwrap();
+    assert_eq!(fs::metadata(s.dir.path().join("f")).unwrap().mode() & 0o7777, 0o755);
+}
+
 /// setxattr(2) of an ACL that gives the same rights as the mode 0755.
 #[test]
 fn an_acl_takes_the_set_group_id_bit_from_who_is_not_in_the_group() {

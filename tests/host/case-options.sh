@@ -121,6 +121,8 @@ writeback --xattr --writeback
 plain --cache=always
 mapped --cache=always --xattrmap=:map::user.virtiofs.:
 direct --xattr --allow-direct-io --no-open --cache=auto
+guests --no-killpriv-v2
+guests-never --no-killpriv-v2 --cache=never --allow-mmap
 count --xattr --cache=always
 END
     mkdir "$work/count/count"
