@@ -252,6 +252,29 @@ fn the_tag_is_in_config_space() {
     assert!(daemon.connect(Options::default()).config(0, 40).is_err());
 }
 
+/// QEMU without share=on has no memory to send. The rings' addresses are the first that it misses.
+#[test]
+fn a_frontend_that_shares_no_memory_is_told_how() {
+    use vhost::vhost_user::VhostUserFrontend;
+    use vhost::vhost_user::message::VhostUserProtocolFeatures as Protocol;
+    use vhost::{VhostBackend, VringConfigData};
+
+    let mut daemon = Daemon::start(1, false, None);
+    let mut frontend = vhost::vhost_user::Frontend::connect(&daemon.path, 2).unwrap();
+    frontend.set_owner().unwrap();
+    let features = frontend.get_features().unwrap();
+    let offered = frontend.get_protocol_features().unwrap();
+    frontend.set_protocol_features(offered & (Protocol::MQ | Protocol::REPLY_ACK)).unwrap();
+    frontend.set_features(features).unwrap();
+    frontend.set_vring_num(0, 128).unwrap();
+    let _ = frontend.set_vring_addr(0, &VringConfigData { queue_max_size: 128, queue_size: 128, ..Default::default() });
+    drop(frontend);
+    let thread = std::mem::replace(&mut daemon.thread, thread::spawn(|| Ok(())));
+    let end = thread.join().unwrap();
+    assert!(matches!(end, Err(Error::NotShared)), "{end:?}");
+    assert!(Error::NotShared.to_string().contains("share=on"));
+}
+
 /// QEMU's num-request-queues is 1 by default, and cloud-hypervisor's num_queues too. The daemon offers more.
 #[test]
 fn a_frontend_may_use_fewer_queues_than_there_are() {

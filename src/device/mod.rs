@@ -42,6 +42,7 @@ use vhost::vhost_user::{Backend, Error as VhostError, Listener};
 use vhost_user_backend::{Error as BackendError, VhostUserBackend, VhostUserDaemon};
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
+use vm_memory::{GuestAddressSpace, GuestMemoryBackend};
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -129,6 +130,11 @@ pub enum Error {
     Accept(String),
     #[error("the frontend's connection failed: {0}")]
     Connection(String),
+    #[error(
+        "the virtual machine's memory is not shared: use share=on with QEMU's memory backend, \
+         <access mode='shared'/> in libvirt's <memoryBacking>, or the frontend's option for shared memory"
+    )]
+    NotShared,
 }
 
 /// Serves the frontend that connects to `listener` until it disconnects, which is not an error. With `keep_alive`,
@@ -141,7 +147,7 @@ pub fn serve<H: Handler>(listener: UnixListener, handler: Arc<H>, options: Optio
         let device = Device::new(handler.clone(), &options, &waiting, &pools);
         match (device.and_then(|device| device.serve(&mut listener)), options.keep_alive) {
             (Ok(()), true) => tracing::info!("the frontend is gone, waiting for another"),
-            (Err(e @ Error::Connection(_)), true) => tracing::warn!("{e}, waiting for another"),
+            (Err(e @ (Error::Connection(_) | Error::NotShared)), true) => tracing::warn!("{e}, waiting for another"),
             (Err(e @ (Error::Accept(_) | Error::Setup(_))), true) => {
                 tracing::warn!("{e}, trying again");
                 std::thread::sleep(limits::ACCEPT_PAUSE);
@@ -243,6 +249,13 @@ impl<H: Handler> Device<H> {
         let started = daemon.start(listener).map_err(|e| Error::Accept(e.to_string()));
         self.connection.connected.store(started.is_ok(), Ordering::Relaxed);
         let end = started.and_then(|()| connection_end(daemon.wait()));
+        let end = match end {
+            // QEMU has no message for memory that it cannot share. It goes on with the rings, which need memory.
+            Err(Error::Connection(_)) if self.workers.service.mem.all.memory().num_regions() == 0 => {
+                Err(Error::NotShared)
+            }
+            end => end,
+        };
         self.close();
         drop(daemon);
         self.workers.service.handler.reset();
