@@ -123,9 +123,11 @@ fn starts_that_must_fail_say_why() {
     fs::write(path("file"), "").unwrap();
     for (args, named) in [
         (["--shared-dir", &path("absent"), "--socket-path", &socket], "--shared-dir"),
-        (["--shared-dir", &path("file"), "--socket-path", &socket], "--shared-dir"),
+        (["--shared-dir", &path("file"), "--socket-path", &socket], "is not a directory"),
+        (["--shared-dir", &path("file/x"), "--socket-path", &socket], "Not a directory"),
         (["--shared-dir", &share, "--socket-path", &path("absent/s")], "create it"),
         (["--shared-dir", &share, "--socket-path", &path("file")], "is not a socket"),
+        (["--shared-dir", &share, "--socket-path", &path(&"x".repeat(107))], "107 bytes"),
         (["--shared-dir", &share, "--fd", "99"], "--fd 99"),
         (["--shared-dir", &share, "--fd", "0"], "--fd 0"),
     ] {

@@ -197,6 +197,21 @@ fn namespace_as_root() {
     assert!(!is_mounted_here());
 }
 
+#[test]
+fn the_share_may_be_named_by_a_symbolic_link() {
+    if !needs_root() {
+        return;
+    }
+    for sandbox in ["namespace", "chroot", "none"] {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir(dir.path().join("directory")).unwrap();
+        std::os::unix::fs::symlink("directory", dir.path().join("share")).unwrap();
+        let mut daemon = Daemon::start_in(dir, false, &["--sandbox", sandbox]);
+        drop(UnixStream::connect(daemon.path("socket")).unwrap());
+        assert_eq!(daemon.child.wait().unwrap().code(), Some(0), "{}", daemon.log());
+    }
+}
+
 /// Threads share their memory, so an attacker who runs code in one can run it in all.
 #[test]
 fn every_thread_has_the_same_few_capabilities() {

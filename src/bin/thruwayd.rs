@@ -2,6 +2,7 @@
 
 use std::error::Error;
 use std::fs::File;
+use std::io::ErrorKind;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::ExitCode;
@@ -46,13 +47,7 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     cli::log::init(options.log_level(), options.syslog);
     options.deprecated().for_each(|text| tracing::warn!("{text}"));
     let dir = options.shared_dir();
-    if !dir.is_dir() {
-        return Err(format!(
-            "the directory '{}' does not exist: create it, or choose another --shared-dir",
-            dir.display()
-        )
-        .into());
-    }
+    check_shared_dir(dir)?;
     let mut sandbox = options.sandbox_settings();
     sandbox::check(&sandbox)?;
     let (listener, _pid_file) = listen(options)?;
@@ -121,6 +116,23 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
         let _ = rustix::fs::unlinkat(rustix::fs::CWD, path, rustix::fs::AtFlags::empty());
     }
     Ok(())
+}
+
+/// # Errors
+/// Says what is in the way of the shared directory.
+fn check_shared_dir(dir: &Path) -> Result<(), String> {
+    let shown = dir.display();
+    match dir.metadata() {
+        Ok(found) if found.is_dir() => Ok(()),
+        Ok(_) => Err(format!("'{shown}' is not a directory: choose another --shared-dir")),
+        Err(e) if e.kind() == ErrorKind::NotFound => {
+            Err(format!("the directory '{shown}' does not exist: create it, or choose another --shared-dir"))
+        }
+        Err(e) if e.kind() == ErrorKind::PermissionDenied => Err(format!(
+            "--shared-dir '{shown}' is out of reach: the daemon's user may not search a directory above it"
+        )),
+        Err(e) => Err(format!("cannot find --shared-dir '{shown}': {e}")),
+    }
 }
 
 /// The socket, and the pid file whose lock reserves it.

@@ -26,6 +26,8 @@ pub enum Error {
     NotAPidFile(PathBuf),
     #[error("the directory '{0}' for the socket does not exist: create it, or choose another path")]
     NoDirectory(PathBuf),
+    #[error("the path '{0}' of the socket is longer than {LONGEST_PATH} bytes: choose a shorter one")]
+    LongPath(PathBuf),
     #[error("the group '{0}' for the socket does not exist: choose another --socket-group")]
     NoGroup(String),
     #[error("--fd {0} is not a listening Unix socket: the parent process must pass one")]
@@ -38,6 +40,9 @@ pub enum Error {
 /// after it killed one, which takes some milliseconds to end, or more if it had much memory mapped.
 const LOCK_TRIES: usize = 20;
 const LOCK_PAUSE: Duration = Duration::from_millis(50);
+
+/// The longest path of a socket in bytes: sun_path of unix(7) has 108, one of them for the NUL.
+const LONGEST_PATH: usize = 107;
 
 /// The longest contents of a pid file in bytes: any process ID and a newline fit.
 const LONGEST_PID: u64 = 20;
@@ -57,6 +62,9 @@ pub struct Bound {
 /// [`Error`]
 pub fn bind(path: &Path, group: Option<&str>) -> Result<Bound, Error> {
     let gid = group.map(group_id).transpose()?;
+    if path.as_os_str().len() > LONGEST_PATH {
+        return Err(Error::LongPath(path.to_owned()));
+    }
     let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
     if !dir.is_dir() {
         return Err(Error::NoDirectory(dir.to_owned()));

@@ -18,8 +18,9 @@ pub fn set_nofile(limit: Option<u64>) -> Result<u64, Error> {
     let current = now.current.unwrap_or(u64::MAX);
     match limit {
         Some(0) => Ok(current),
-        Some(limit) => set(limit, limit)
-            .step("set --rlimit-nofile (it may not be above fs.nr_open, nor above the hard limit without root)"),
+        Some(limit) => set(limit, limit).step(
+            "set --rlimit-nofile (it may not be above fs.nr_open, nor above the hard limit without CAP_SYS_RESOURCE)",
+        ),
         None => set_default(current, now.maximum.unwrap_or(u64::MAX)),
     }
 }
@@ -28,7 +29,7 @@ fn set_default(current: u64, hard: u64) -> Result<u64, Error> {
     let wanted = wanted(current, sysctl("nr_open"), sysctl("file-max"));
     set(wanted, wanted).or_else(|_| {
         tracing::warn!(
-            "the limit of open files stays at {hard}, since only root may raise it to {wanted}: at the limit, the \
+            "the limit of open files stays at {hard}, since to raise it to {wanted} takes CAP_SYS_RESOURCE: at the limit, the \
              guest gets ENFILE when it opens a file and, without file handles, when it looks up a name"
         );
         set(hard, hard).step("raise the limit of open files")

@@ -73,7 +73,8 @@ fn enter_mounts(shared_dir: &Path) -> Result<Entered, Error> {
             "the daemon's own mount of the share keeps the host's options and is not nosuid,nodev,noexec: {e}"
         );
     }
-    let onto_itself = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
+    // The path may end in a symbolic link, which open_tree(2) has followed.
+    let onto_itself = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_SYMLINKS;
     move_mount(&tree, "", CWD, shared_dir, onto_itself).step("mount the shared directory")?;
     pivot_into(tree.as_fd())?;
     Ok(Entered { root: open_dir(Path::new("/"))?, proc_self_fd })

@@ -45,7 +45,8 @@ pub fn restrict_mounts(tree: BorrowedFd, attributes: u64) -> io::Result<()> {
 }
 
 fn require_single_thread() -> io::Result<()> {
-    match std::fs::read_dir("/proc/self/task")?.count() {
+    let tasks = std::fs::read_dir("/proc/self/task");
+    match tasks.map_err(|e| io::Error::new(e.kind(), format!("/proc/self/task: {e} (is /proc mounted?)")))?.count() {
         1 => Ok(()),
         _ => Err(io::Error::from_raw_os_error(libc::EBUSY)),
     }
