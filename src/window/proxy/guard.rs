@@ -174,7 +174,6 @@ const MOVES_DATA: &[c_long] = &[
     SYS_recvfrom,
     SYS_recvmsg,
     SYS_mmap,
-    SYS_madvise,
     SYS_readahead,
     SYS_io_submit,
     SYS_io_uring_enter,
@@ -182,6 +181,10 @@ const MOVES_DATA: &[c_long] = &[
 
 /// KVM_RUN of include/uapi/linux/kvm.h: the page faults of a guest. Other requests might do anything.
 const KVM_RUN: u64 = 0xae80;
+
+/// Advice of madvise(2) that reads a file. Other advice changes no file, and so makes no event, or takes blocks away, as
+/// MADV_REMOVE does.
+const READS: [c_int; 3] = [MADV_WILLNEED, MADV_POPULATE_READ, MADV_POPULATE_WRITE];
 
 /// Allocates, and keeps or raises the size; other modes of fallocate(2) take blocks away.
 const ALLOCATES: u64 = (FALLOC_FL_KEEP_SIZE | FALLOC_FL_UNSHARE_RANGE) as u64;
@@ -213,6 +216,8 @@ fn is_harmless(mask: u64, line: &str) -> bool {
         (SYS_ioctl, [_, request, ..]) => *request == KVM_RUN,
         // A mode is 32 bits wide.
         (SYS_fallocate, [_, mode, _, _, _, _, _, _]) => mode & 0xffff_ffff & !ALLOCATES == 0,
+        // The advice is an int.
+        (SYS_madvise, [_, _, advice, _, _, _, _, _]) => READS.contains(&(*advice as c_int)),
         (number, [_, _, _, _, _, _, _, _]) => MOVES_DATA.contains(&number),
         _ => false,
     }
@@ -278,6 +283,9 @@ mod tests {
         for mode in [0, FALLOC_FL_KEEP_SIZE, FALLOC_FL_KEEP_SIZE | FALLOC_FL_UNSHARE_RANGE] {
             assert!(is_harmless(FAN_PRE_ACCESS, &line(SYS_fallocate, [3, mode as u64, 0, 0, 0, 0])), "{mode}");
         }
+        for advice in [MADV_WILLNEED, MADV_POPULATE_READ, MADV_POPULATE_WRITE] {
+            assert!(is_harmless(FAN_PRE_ACCESS, &line(SYS_madvise, [0, 4096, advice as u64, 0, 0, 0])), "{advice}");
+        }
         assert!(is_harmless(FAN_PRE_ACCESS, "-1 0x7ffc0 0x7f000"));
         assert!(is_harmless(FAN_PRE_ACCESS, &line(SYS_ioctl, [9, KVM_RUN, 0, 0, 0, 0])));
         assert!(is_harmless(FAN_OPEN_PERM, &line(SYS_openat, [3, 0, O_RDWR as u64, 0, 0, 0])));
@@ -291,6 +299,9 @@ mod tests {
         }
         for mode in [FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, FALLOC_FL_COLLAPSE_RANGE, FALLOC_FL_ZERO_RANGE] {
             assert!(!is_harmless(FAN_PRE_ACCESS, &line(SYS_fallocate, [3, mode as u64, 0, 0, 0, 0])), "{mode}");
+        }
+        for advice in [u64::from(u32::MAX), 1 << 32 | MADV_REMOVE as u64, MADV_REMOVE as u64, MADV_DONTNEED as u64] {
+            assert!(!is_harmless(FAN_PRE_ACCESS, &line(SYS_madvise, [0, 4096, advice, 0, 0, 0])), "{advice}");
         }
         let truncating = line(SYS_openat, [3, 0, (O_RDWR | O_TRUNC) as u64, 0, 0, 0]);
         assert!(!is_harmless(FAN_OPEN_PERM, &truncating));
