@@ -29,8 +29,8 @@ fn set_default(current: u64, hard: u64) -> Result<u64, Error> {
     let wanted = wanted(current, sysctl("nr_open"), sysctl("file-max"));
     set(wanted, wanted).or_else(|_| {
         tracing::warn!(
-            "the limit of open files stays at {hard}, since to raise it to {wanted} takes CAP_SYS_RESOURCE: at the limit, the \
-             guest gets ENFILE when it opens a file and, without file handles, when it looks up a name"
+            "the limit of open files stays at {hard}, since it takes CAP_SYS_RESOURCE to raise it to {wanted}: at the \
+             limit, the guest gets ENFILE when it opens a file and, without file handles, when it looks up a name"
         );
         set(hard, hard).step("raise the limit of open files")
     })
