@@ -70,8 +70,8 @@ pub fn keep_setid() {
     hold_fsetid(true);
 }
 
-/// The thread's writes take set-id bits away, until [`keep_setid`]: as those of a user without CAP_FSETID in this group,
-/// or in the daemon's. Without the right to be in the group, the thread stays in the daemon's.
+/// The thread's writes take set-id bits away, until [`keep_setid`]: as those of a user without CAP_FSETID in this
+/// group, or in the daemon's. Without the right to be in the group, the thread stays in the daemon's.
 ///
 /// Costs system calls only if the last write was in another way.
 pub fn clear_setid(group: Option<Gid>) {

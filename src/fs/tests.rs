@@ -601,8 +601,8 @@ fn set_id_bits_go_when_the_guest_says_so() {
     assert_eq!(mode(), 0o755);
 }
 
-/// As Linux: a member of the file's group keeps the set-group-ID bit if the group may not execute the file. A guest that
-/// does not say who changes the file keeps it, unless it says itself that bits go.
+/// As Linux: a member of the file's group keeps the set-group-ID bit if the group may not execute the file. A guest
+/// that does not say who changes the file keeps it, unless it says itself that bits go.
 #[test]
 fn who_changes_a_file_decides_on_its_set_group_id_bit() {
     if !root() {
@@ -697,7 +697,8 @@ fn an_acl_takes_the_set_group_id_bit_from_who_is_not_in_the_group() {
     let s = share(Config { posix_acl: Offer::Auto, xattr: true, ..Default::default() });
     s.put("f", b"data");
     let path = s.dir.path().join("f");
-    // struct posix_acl_xattr_header and _entry of include/uapi/linux/posix_acl_xattr.h: ACL_USER_OBJ, _GROUP_OBJ, _OTHER.
+    // struct posix_acl_xattr_header and _entry of include/uapi/linux/posix_acl_xattr.h: ACL_USER_OBJ, _GROUP_OBJ and
+    // _OTHER.
     let entry = |tag: u16, rights: u16| [tag.to_le_bytes(), rights.to_le_bytes(), [0xff; 2], [0xff; 2]].concat();
     let acl = [vec![2, 0, 0, 0], entry(1, 7), entry(4, 5), entry(0x20, 5)].concat();
     let node = s.lookup(c"f").unwrap().nodeid;

@@ -182,8 +182,8 @@ const MOVES_DATA: &[c_long] = &[
 /// KVM_RUN of include/uapi/linux/kvm.h: the page faults of a guest. Other requests might do anything.
 const KVM_RUN: u64 = 0xae80;
 
-/// Advice of madvise(2) that reads a file. Other advice changes no file, and so makes no event, or takes blocks away, as
-/// MADV_REMOVE does.
+/// Advice of madvise(2) that reads a file. Other advice changes no file, and so makes no event, or takes blocks away,
+/// as MADV_REMOVE does.
 const READS: [c_int; 3] = [MADV_WILLNEED, MADV_POPULATE_READ, MADV_POPULATE_WRITE];
 
 /// Allocates, and keeps or raises the size; other modes of fallocate(2) take blocks away.
