@@ -8,7 +8,7 @@ use rustix::io::Errno;
 use zerocopy::FromBytes;
 
 use super::fd::stat;
-use super::handle::DirState;
+use super::listing::DirState;
 use super::name::Purpose;
 use super::{CachePolicy, PassthroughFs, sys};
 use crate::fuse::abi::*;
@@ -251,7 +251,7 @@ mod tests {
     use std::cell::{Cell, RefCell};
     use std::sync::Arc;
 
-    use super::super::handle::Listings;
+    use super::super::listing::Listings;
     use super::*;
 
     /// A directory of an NFS server: each entry has a name and the position after it. A read returns two of them.

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::AtomicU32;
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard};
@@ -10,8 +10,8 @@ use rustix::io::Errno;
 
 use super::host::HostFs;
 use super::inode::Open;
+use super::listing::{DirState, Listings};
 use crate::fuse::ops::Result;
-use crate::limits;
 
 /// Whether a request says that it has no handle: the guest opened the file without a message. No handle has this `fh`.
 pub fn is_unopened(fh: u64) -> bool {
@@ -76,59 +76,6 @@ impl Handle {
 
     pub fn into_fd(self) -> OwnedFd {
         self.file
-    }
-}
-
-/// Directory entries that were read and not yet sent.
-pub struct DirState {
-    pub entries: Vec<u8>,
-    /// Start of the next entry in `entries`.
-    pub at: usize,
-    /// The directory's position at `at`: d_off of the entry before. `None`: the descriptor is at another position.
-    pub offset: Option<u64>,
-    /// The descriptor was never read.
-    pub fresh: bool,
-    pub listings: Arc<Listings>,
-    /// Held while `entries` stay from one request to the next.
-    pub kept: Option<Listing>,
-}
-
-impl DirState {
-    pub fn new(listings: &Arc<Listings>) -> Self {
-        Self { entries: Vec::new(), at: 0, offset: Some(0), fresh: true, listings: listings.clone(), kept: None }
-    }
-}
-
-/// The number of handles that keep directory entries.
-#[derive(Default)]
-pub struct Listings(AtomicUsize);
-
-/// One of them.
-pub struct Listing(Arc<Listings>);
-
-impl Listings {
-    /// `None` if there are too many.
-    pub fn keep(self: &Arc<Self>) -> Option<Listing> {
-        let more = |kept| (kept < limits::LISTINGS).then_some(kept + 1);
-        let kept = self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
-        match kept {
-            Ok(_) => Some(Listing(self.clone())),
-            Err(_) => {
-                limits::Limit::Listings.reached();
-                None
-            }
-        }
-    }
-
-    #[cfg(test)]
-    pub fn kept(&self) -> usize {
-        self.0.load(Ordering::Relaxed)
-    }
-}
-
-impl Drop for Listing {
-    fn drop(&mut self) {
-        self.0.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
