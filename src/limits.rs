@@ -24,8 +24,8 @@ pub const LOG_LINE: usize = 4096;
 /// [`WINDOW_JOBS`] come to 120 MiB, and a million open files to 300 MiB. A test holds it (tests/neighbours).
 pub const DAEMON_MEMORY: u64 = 512 << 20;
 
-/// Threads of one daemon. A worker for each of the 64 queues, [`WORK_THREADS`], [`OTHERS_THREADS`], [`LOCK_THREADS`] and
-/// [`DEPUTIES`] make 576. A dozen more serve the daemon, and each queue's io_uring has up to 4 for each CPU. A test
+/// Threads of one daemon. A worker for each of the 64 queues, [`WORK_THREADS`], [`OTHERS_THREADS`], [`LOCK_THREADS`]
+/// and [`DEPUTIES`] make 576. A dozen more serve the daemon, and each queue's io_uring has up to 4 for each CPU. A test
 /// holds it (tests/neighbours).
 pub const DAEMON_THREADS: u64 = 1024;
 
@@ -55,8 +55,8 @@ pub const OTHERS_THREADS: usize = 64;
 /// in fcntl(F_SETLKW) or flock(2). The next one gets EAGAIN.
 pub const LOCK_THREADS: usize = 256;
 
-/// Threads of all queues together that serve a queue while a request of it takes long, for example one for a file that a
-/// host process writes to without end. Each such request takes one; one more looks for them. If there is none, the
+/// Threads of all queues together that serve a queue while a request of it takes long, for example one for a file that
+/// a host process writes to without end. Each such request takes one; one more looks for them. If there is none, the
 /// queue waits for its request. It is as many as there are queues.
 pub const DEPUTIES: usize = 64;
 
