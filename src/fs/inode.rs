@@ -31,8 +31,8 @@ pub enum Place {
     Name(Arc<Inode>, Box<CStr>),
     /// A migration lost it: every request for it gets EIO.
     Lost,
-    /// It was removed, and nobody has it open.
-    Removed,
+    /// It was removed, and nobody has it open. Its attributes when it was closed.
+    Removed(Box<Statx>),
 }
 
 /// A file that the guest knows.
@@ -230,11 +230,11 @@ impl Inode {
             }
             Place::Name(..) => Err(Errno::STALE),
             Place::Lost => Err(Errno::IO),
-            Place::Removed => Err(Errno::STALE),
+            Place::Removed(_) => Err(Errno::STALE),
         }
     }
 
-    /// The file's attributes. Tries not to open a file that only READDIRPLUS has named.
+    /// The file's attributes, also after its end. Tries not to open a file that only READDIRPLUS has named.
     ///
     /// # Errors
     /// As [`with_fd`](Self::with_fd).
@@ -248,7 +248,15 @@ impl Inode {
                 return Ok(st);
             }
         }
-        self.with_fd(places, |fd| stat(fd, c""))
+        self.last().map_or_else(|| self.with_fd(places, |fd| stat(fd, c"")), Ok)
+    }
+
+    /// The attributes that the file had last, if it was removed and nobody has it open.
+    pub fn last(&self) -> Option<Statx> {
+        match &*self.place.read_recursive() {
+            Place::Removed(last) => Some(**last),
+            _ => None,
+        }
     }
 
     /// Opens the file again, without waiting.
@@ -271,7 +279,7 @@ impl Inode {
             Place::Fd(fd) => reopen(fd.as_fd(), flags),
             // Faster than through a spare descriptor, which needs a path in /proc.
             Place::Handle(handle) => handle.open(flags),
-            Place::Name(..) | Place::Removed => Err(Errno::STALE),
+            Place::Name(..) | Place::Removed(_) => Err(Errno::STALE),
             Place::Lost => Err(Errno::IO),
         }
     }
@@ -417,7 +425,11 @@ impl Inode {
 
     /// Closes a removed file, whose space is free then. Not while a request uses it: it goes when the guest forgets it.
     fn let_go(&self) {
-        let place = self.place.try_write().map(|mut place| std::mem::replace(&mut *place, Place::Removed));
+        let place = self.place.try_write().and_then(|mut place| {
+            let Place::Fd(fd) = &*place else { return None };
+            let last = Box::new(stat(fd.as_fd(), c"").ok()?);
+            Some(std::mem::replace(&mut *place, Place::Removed(last)))
+        });
         let spare = self.spare.try_write().map(|mut spare| spare.take());
         // Closed without a lock, which may take long.
         drop((place, spare));
@@ -457,7 +469,7 @@ impl Inode {
         match &*self.place.read_recursive() {
             Place::Fd(fd) => sys::file_id(fd.as_fd(), c"").ok(),
             Place::Handle(handle) => handle.file_id(),
-            Place::Name(..) | Place::Lost | Place::Removed => None,
+            Place::Name(..) | Place::Lost | Place::Removed(_) => None,
         }
     }
 

@@ -156,7 +156,7 @@ impl PassthroughFs {
                     names.push(name.clone().into());
                     parent.clone()
                 }
-                Place::Name(..) | Place::Lost | Place::Removed => return None,
+                Place::Name(..) | Place::Lost | Place::Removed(_) => return None,
             };
             inode = next;
         };
