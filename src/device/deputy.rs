@@ -10,6 +10,7 @@ use std::thread;
 use std::time::Duration;
 
 use vmm_sys_util::epoll::EpollEvent;
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::handler::Handler;
 use super::queue::{End, Workers};
@@ -84,8 +85,9 @@ impl<H: Handler> Workers<H> {
     /// Serves the queue until its own worker is back. `glance`: the request that takes long.
     fn deputize(self: &Arc<Self>, ring: &Arc<Ring>, index: usize, glance: Glance) -> io::Result<()> {
         let uring = self.urings.of(index).map(|uring| uring.lock().event());
-        let epoll = self.lookout.epoll(ring, uring)?;
-        let Some(turn) = ring.take_over(glance) else { return Ok(()) };
+        let back = Arc::new(EventFd::new(EFD_NONBLOCK)?);
+        let epoll = self.lookout.epoll(ring, &back, uring)?;
+        let Some(turn) = ring.take_over(glance, &back) else { return Ok(()) };
         let mut end = self.serve(ring, index, (turn, false), self.scratch(None, index));
         while let End::Left = end {
             if self.closing.load(Ordering::Relaxed) || !ring.seat().own_away {

@@ -36,10 +36,11 @@ impl Lookout {
         self.rings.iter().enumerate().filter_map(|(index, ring)| Some((index, &ring.get()?.0)))
     }
 
-    /// What wakes the deputy of a queue. Each event is seen once (EPOLLET), since nobody reads them.
-    pub fn epoll(&self, ring: &Ring, more: impl IntoIterator<Item = RawFd>) -> io::Result<Epoll> {
+    /// What wakes the deputy of a queue. Each event is seen once (EPOLLET), since nobody reads them. `back`: the
+    /// deputy's own.
+    pub fn epoll(&self, ring: &Ring, back: &EventFd, more: impl IntoIterator<Item = RawFd>) -> io::Result<Epoll> {
         let epoll = Epoll::new()?;
-        let mine = [ring.back()?.as_raw_fd()];
+        let mine = [back.as_raw_fd()];
         let all = self.events.iter().map(EventFd::as_raw_fd).chain(mine).chain(ring.kick()).chain(more);
         for fd in all {
             let event = EpollEvent::new(EventSet::IN | EventSet::EDGE_TRIGGERED, 0);

@@ -6,14 +6,14 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::fs::{OFlags, fcntl_setfl};
 use vhost_user_backend::{VringMutex, VringState, VringStateGuard, VringStateMutGuard, VringT};
 use virtio_queue::{Error as QueueError, Queue, QueueOwnedT, QueueState, QueueT};
 use vm_memory::{GuestAddress, GuestAddressSpace};
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use vmm_sys_util::eventfd::EventFd;
 
 use super::chain::{self, Segment, Table, Used};
 use super::late::Late;
@@ -37,8 +37,8 @@ pub struct Ring {
     /// A stop of the ring waits until it is free. `free` tells of that.
     seat: Mutex<Seat<Busy>>,
     free: Condvar,
-    /// Wakes a deputy when the queue's own worker is back.
-    back: OnceLock<EventFd>,
+    /// Wakes the deputy, which has the event, when the queue's own worker is back.
+    back: Mutex<Weak<EventFd>>,
     late: Mutex<LateReplies>,
     /// The driver was not notified, because the frontend had given no call event.
     owed: AtomicBool,
@@ -148,7 +148,7 @@ impl Ring {
         if own {
             self.seat.lock().own_away = false;
             // It fails only if the event is set already.
-            self.back.get().map(|back| back.write(1));
+            self.back.lock().upgrade().map(|back| back.write(1));
         }
     }
 
@@ -159,17 +159,12 @@ impl Ring {
         self.free.notify_all();
     }
 
-    /// Takes the seat from a thread that still serves the request of this glance.
-    pub fn take_over(self: &Arc<Self>, glance: Glance) -> Option<Turn> {
-        self.seat.lock().take_over(glance, || self.occupy())
-    }
-
-    /// Tells the deputy that the queue's own worker is back.
-    pub fn back(&self) -> io::Result<&EventFd> {
-        if self.back.get().is_none() {
-            let _ = self.back.set(EventFd::new(EFD_NONBLOCK)?);
-        }
-        self.back.get().ok_or_else(|| io::ErrorKind::NotFound.into())
+    /// Takes the seat from a thread that still serves the request of this glance. `back`: what wakes the new one when
+    /// the queue's own worker is back.
+    pub fn take_over(self: &Arc<Self>, glance: Glance, back: &Arc<EventFd>) -> Option<Turn> {
+        let turn = self.seat.lock().take_over(glance, || self.occupy())?;
+        *self.back.lock() = Arc::downgrade(back);
+        Some(turn)
     }
 
     /// The event by which the driver tells of new chains.
@@ -526,7 +521,7 @@ impl VringT<GuestMemory> for Vring {
             mem,
             seat: Mutex::default(),
             free: Condvar::new(),
-            back: OnceLock::new(),
+            back: Mutex::default(),
             late: Mutex::default(),
             owed: AtomicBool::new(false),
             busy: Mutex::default(),
