@@ -215,6 +215,8 @@ counted! {
     Locks = "locks",
     /// [`LOCK_THREADS`]
     LockThreads = "lock_threads",
+    /// Threads that the host gives: a queue has none of its own.
+    Workers = "workers",
     /// [`DEPUTIES`]
     Deputies = "deputies",
     /// [`LISTINGS`]

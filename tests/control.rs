@@ -6,6 +6,7 @@ use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
@@ -241,6 +242,64 @@ fn limits_and_polls_are_counted() {
         assert!((0..100).all(|_| daemon.lookup(ROOT_ID, b"absent\0") == Err(libc::ENOENT)));
         daemon.metric("thruway_polls_total{result=\"found\"}") > 0.0
     });
+}
+
+/// The names of the daemon's threads.
+fn threads(pid: u32) -> Vec<String> {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap().flatten();
+    // A thread may end meanwhile.
+    tasks.filter_map(|task| fs::read_to_string(task.path().join("comm")).ok()).map(|name| name.trim().into()).collect()
+}
+
+#[test]
+fn a_queue_without_requests_costs_no_thread() {
+    let daemon = Daemon::start(&["--num-request-queues", "8"]);
+    let has = |name: &str| threads(daemon.child.id()).iter().any(|thread| thread == name);
+    daemon.file();
+    assert!(has("thruway-q0") && !has("thruway-q1") && !has("thruway-hiprio"));
+    // What looks after requests that take long ends when there are none.
+    wait_until("few threads", || threads(daemon.child.id()).len() <= 8);
+    forget(&daemon);
+    wait_until("the queue with a request has a thread", || has("thruway-hiprio"));
+}
+
+fn forget(daemon: &Daemon) {
+    let (_, header) = daemon.guest().header(Opcode::Forget as u32, ROOT_ID, ForgetIn::default().as_bytes().len());
+    daemon.guest().submit(0, &[&header, ForgetIn::default().as_bytes()], &[]).unwrap();
+}
+
+/// The host gives the daemon no more threads. Its user has that limit, and root has none.
+#[test]
+fn queues_without_threads_are_served() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::create_dir_all(dir.path().join("share/sub")).unwrap();
+    fs::write(dir.path().join("share/sub/file"), "contents").unwrap();
+    // Nobody else's number.
+    let user = if rustix::process::geteuid().is_root() { 1_977_000_001 } else { rustix::process::geteuid().as_raw() };
+    std::os::unix::fs::chown(dir.path(), Some(user), Some(user)).unwrap();
+    let child = command(dir.path(), "socket").uid(user).spawn().unwrap();
+    let mut daemon = Daemon { child, guest: None, dir };
+    wait_until("listens", || daemon.path("socket").exists());
+    daemon.guest = Some(Frontend::connect(&daemon.path("socket"), Options::default()).unwrap());
+    // Only the daemon's user may.
+    let allow = |threads: &str| {
+        let args = [format!("--pid={}", daemon.child.id()), format!("--nproc={threads}:")];
+        assert!(Command::new("prlimit").args(args).uid(user).status().unwrap().success());
+    };
+    let has = |name: &str| threads(daemon.child.id()).iter().any(|thread| thread == name);
+    allow("1");
+    daemon.guest().fuse_init(InitFlags::ASYNC_READ.bits()).unwrap();
+    let node = daemon.file();
+    forget(&daemon);
+    let args = OpenIn { flags: libc::O_RDONLY as u32, open_flags: 0 };
+    daemon.guest().request(1, Opcode::Open as u32, node, args.as_bytes(), b"", 16).unwrap();
+    assert!(!has("thruway-q0") && !has("thruway-hiprio"));
+    assert!(daemon.metric("thruway_limit_reached_total{limit=\"workers\"}") > 0.0);
+    // The next request finds a thread.
+    let most = rustix::process::getrlimit(rustix::process::Resource::Nproc).maximum;
+    allow(&most.map_or("unlimited".into(), |most| most.to_string()));
+    daemon.file();
+    assert!(has("thruway-q0"));
 }
 
 /// The share is an ext4 of its own, with another one mounted in it. Their images show what is on the disk.

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
-use thruway::device::doors::{Lookout, Memory, RegionState, Service, Tables, Vring, Workers};
+use thruway::device::doors::{Crew, Lookout, Memory, RegionState, Service, Tables, Vring, Workers};
 use thruway::device::{Handler, Urings};
 use thruway::fuse::ops::Wait;
 use thruway::fuse::{Transport, WayBack, Work};
@@ -104,6 +104,7 @@ impl Kept {
             poll: Duration::ZERO,
             monitor: Arc::default(),
             lookout: Lookout::default(),
+            crew: Crew::default(),
         });
         Self { workers, jobs, done }
     }

@@ -95,8 +95,8 @@ pub struct Options {
           value_parser = clap::value_parser!(u16).range(1..=i64::from(device::MAX_REQUEST_QUEUES)))]
     pub num_request_queues: u16,
 
-    /// No effect: accepted for compatibility with virtiofsd. thruwayd has one thread for each queue,
-    /// and more only for requests that wait
+    /// No effect: accepted for compatibility with virtiofsd. thruwayd has one thread for each queue that
+    /// the guest uses, and more only for requests that wait
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub thread_pool_size: usize,
 

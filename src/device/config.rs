@@ -1,7 +1,5 @@
 //! A virtio-fs device's queues and its configuration space (VIRTIO 1.3, sections 5.11.2 and 5.11.4).
 
-use std::cell::Cell;
-
 /// Most request queues. vhost-user-backend names the queues of a thread by a mask of 64 bits. One bit is the high
 /// priority queue's.
 pub const MAX_REQUEST_QUEUES: u16 = 63;
@@ -20,24 +18,13 @@ impl Role {
         index.checked_sub(1).map_or(Self::HighPriority, Self::Request)
     }
 
-    /// Names the calling thread after its queue; vhost-user-backend gives all workers the same name.
-    pub fn name_thread(self) {
-        if NAMED.replace(Some(self)) == Some(self) {
-            return;
-        }
-        let name = match self {
+    /// The name of its worker.
+    pub fn thread_name(self) -> String {
+        match self {
             Self::HighPriority => "thruway-hiprio".to_owned(),
             Self::Request(number) => format!("thruway-q{number}"),
-        };
-        if let Ok(name) = std::ffi::CString::new(name) {
-            let _ = rustix::thread::set_name(&name);
         }
     }
-}
-
-thread_local! {
-    /// What the thread is named after.
-    static NAMED: Cell<Option<Role>> = const { Cell::new(None) };
 }
 
 /// Length of the tag field in bytes. A tag that fills it has no terminating zero.

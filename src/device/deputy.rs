@@ -4,12 +4,13 @@
 //! while a queue is served, one thread looks every [`TICK`] whether its request is still the one of the look before.
 
 use std::io;
+use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use std::thread;
 use std::time::Duration;
 
-use vmm_sys_util::epoll::EpollEvent;
+use vmm_sys_util::epoll::{EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::handler::Handler;
@@ -86,7 +87,10 @@ impl<H: Handler> Workers<H> {
     fn deputize(self: &Arc<Self>, ring: &Arc<Ring>, index: usize, glance: Glance) -> io::Result<()> {
         let uring = self.urings.of(index).map(|uring| uring.lock().event());
         let back = Arc::new(EventFd::new(EFD_NONBLOCK)?);
-        let epoll = self.lookout.epoll(ring, &back, uring)?;
+        // Each is seen once, since it is the worker who reads them.
+        let once = |fd| (fd, EventSet::IN | EventSet::EDGE_TRIGGERED, 0);
+        let own = uring.into_iter().chain([back.as_raw_fd()]);
+        let epoll = ring.with_kick(|kick| self.lookout.epoll(own.chain(kick).map(once)))?;
         let Some(turn) = ring.take_over(glance, &back) else { return Ok(()) };
         let mut end = self.serve(ring, index, (turn, false), self.scratch(None, index));
         while let End::Left = end {

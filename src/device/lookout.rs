@@ -1,4 +1,4 @@
-//! What the deputies of the queues (`deputy`) need to know of their device.
+//! What the workers (`worker`) and deputies (`deputy`) of the queues need to know of their device.
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
@@ -9,6 +9,9 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::ring::{Ring, Vring};
+
+/// What an event for all threads says.
+pub const ALL: u64 = 0;
 
 /// Of one device.
 #[derive(Default)]
@@ -36,15 +39,14 @@ impl Lookout {
         self.rings.iter().enumerate().filter_map(|(index, ring)| Some((index, &ring.get()?.0)))
     }
 
-    /// What wakes the deputy of a queue. Each event is seen once (EPOLLET), since nobody reads them. `back`: the
-    /// deputy's own.
-    pub fn epoll(&self, ring: &Ring, back: &EventFd, more: impl IntoIterator<Item = RawFd>) -> io::Result<Epoll> {
+    /// What wakes a thread of a queue: what wakes all of them, whose events say [`ALL`], and `own`.
+    pub fn epoll(&self, own: impl IntoIterator<Item = (RawFd, EventSet, u64)>) -> io::Result<Epoll> {
         let epoll = Epoll::new()?;
-        let mine = [back.as_raw_fd()];
-        let all = self.events.iter().map(EventFd::as_raw_fd).chain(mine).chain(ring.kick()).chain(more);
-        for fd in all {
-            let event = EpollEvent::new(EventSet::IN | EventSet::EDGE_TRIGGERED, 0);
-            epoll.ctl(ControlOperation::Add, fd, event)?;
+        // Each thread sees each write once, and none reads the event.
+        let once = EventSet::IN | EventSet::EDGE_TRIGGERED;
+        let all = self.events.iter().map(|event| (event.as_raw_fd(), once, ALL));
+        for (fd, on, data) in all.chain(own) {
+            epoll.ctl(ControlOperation::Add, fd, EpollEvent::new(on, data))?;
         }
         Ok(epoll)
     }

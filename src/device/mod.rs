@@ -1,11 +1,13 @@
 //! The virtio-fs device (VIRTIO 1.3, section 5.11) as a vhost-user backend.
 //!
-//! [`serve`] serves one frontend. Each queue has a worker thread (`queue`) that takes descriptor chains (`chain`) from
-//! a virtqueue (`ring`) and passes each request to a [`Handler`]. `origin` takes what the worker does not do itself: it
-//! goes to a thread (`pool`) or to the kernel (`uring`), and its reply goes back by the ring.
+//! [`serve`] serves one frontend. Each queue that the guest uses has a worker thread (`worker`) that takes descriptor
+//! chains (`chain`) from a virtqueue (`ring`) and passes each request to a [`Handler`] (`queue`). `origin` takes what
+//! the worker does not do itself: it goes to a thread (`pool`) or to the kernel (`uring`), and its reply goes back by
+//! the ring.
 
 mod chain;
 mod config;
+mod crew;
 mod crowd;
 mod deputy;
 mod handler;
@@ -24,6 +26,7 @@ mod shmem;
 mod state;
 mod tally;
 mod uring;
+mod worker;
 
 use std::fs::File;
 use std::io;
@@ -43,12 +46,13 @@ use vhost_user_backend::{Error as BackendError, VhostUserBackend, VhostUserDaemo
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 use vm_memory::{GuestAddressSpace, GuestMemoryBackend};
-use vmm_sys_util::epoll::EventSet;
+use vmm_sys_util::epoll::{Epoll, EventSet};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::limits;
 use crate::window::Window;
 use config::ConfigSpace;
+use crew::Crew;
 use lookout::Lookout;
 use monitor::Connection;
 use origin::Service;
@@ -63,6 +67,7 @@ use state::Transfer;
 #[cfg(fuzzing)]
 pub mod doors {
     pub use super::chain::{Segment, Table, is_near, load, mark_dirty, write};
+    pub use super::crew::Crew;
     pub use super::lookout::Lookout;
     pub use super::origin::Service;
     pub use super::pool::Pools;
@@ -178,6 +183,8 @@ struct Device<H> {
     rings: Arc<[OnceLock<Vring>]>,
     /// Readable once the connection is over. All workers poll it.
     exit: EventFd,
+    /// Waits for the kicks of queues without a worker.
+    dispatcher: Arc<Epoll>,
     /// The channel for requests to the frontend, which takes a closed channel for a failure.
     channel: Mutex<Option<Backend>>,
     transfer: Transfer,
@@ -199,6 +206,7 @@ impl<H: Handler> Device<H> {
         let event = || EventFd::new(EFD_NONBLOCK).map_err(setup);
         let clone = |event: &EventFd| event.try_clone().map_err(setup);
         let exit = event()?;
+        let dispatcher = Arc::new(Epoll::new().map_err(setup)?);
         let protocol = protocol_features(options.tag.is_some(), options.window.is_some());
         let connection = Arc::new(Connection::new(rings.clone(), protocol, event()?));
         let workers = Arc::new(Workers {
@@ -214,6 +222,7 @@ impl<H: Handler> Device<H> {
             poll: options.poll,
             monitor: options.monitor.clone(),
             lookout: Lookout::new(rings.clone(), vec![clone(&exit)?, clone(&connection.resume)?]),
+            crew: Crew::new(dispatcher.clone()),
         });
         options.monitor.connect(Some(connection.clone()));
         Ok(Arc::new(Self {
@@ -222,6 +231,7 @@ impl<H: Handler> Device<H> {
             protocol,
             rings,
             exit,
+            dispatcher,
             channel: Mutex::new(None),
             transfer: Transfer::new(options.monitor.progress.clone()),
             window: options.window.clone(),
@@ -234,17 +244,16 @@ impl<H: Handler> Device<H> {
         let mut daemon =
             VhostUserDaemon::new("thruway-vhost".into(), self.clone(), mem).map_err(|e| Error::Setup(e.to_string()))?;
         // vhost-user-backend's own exit event is never closed.
-        for (queue, worker) in daemon.get_epoll_handlers().iter().enumerate() {
-            let mut events = vec![(self.exit.as_raw_fd(), self.exit_token())];
-            events.extend(self.workers.urings.of(queue).map(|uring| (uring.lock().event(), self.uring_token())));
-            for (fd, token) in events {
-                let added = worker.register_listener(fd, EventSet::IN, token.into());
+        let events = [
+            (self.exit.as_raw_fd(), EventSet::IN, self.exit_token()),
+            (self.dispatcher.as_raw_fd(), EventSet::IN, self.kick_token()),
+            (self.connection.resume.as_raw_fd(), EventSet::IN | EventSet::EDGE_TRIGGERED, self.resume_token()),
+        ];
+        for handler in daemon.get_epoll_handlers() {
+            for (fd, on, token) in events {
+                let added = handler.register_listener(fd, on, token.into());
                 added.map_err(|e| Error::Setup(e.to_string()))?;
             }
-            // Each worker sees each write once, and none reads the event.
-            let once = EventSet::IN | EventSet::EDGE_TRIGGERED;
-            let added = worker.register_listener(self.connection.resume.as_raw_fd(), once, self.resume_token().into());
-            added.map_err(|e| Error::Setup(e.to_string()))?;
         }
         let started = daemon.start(listener).map_err(|e| Error::Accept(e.to_string()));
         self.connection.connected.store(started.is_ok(), Ordering::Relaxed);
@@ -257,6 +266,7 @@ impl<H: Handler> Device<H> {
             end => end,
         };
         self.close();
+        self.workers.crew.join();
         drop(daemon);
         self.workers.service.handler.reset();
         end
@@ -286,8 +296,8 @@ impl<H: Handler> Device<H> {
         self.rings.len() as u16 + 1
     }
 
-    /// The event number of a worker's io_uring.
-    fn uring_token(&self) -> u16 {
+    /// The event number of a kick.
+    fn kick_token(&self) -> u16 {
         self.exit_token() + 1
     }
 
@@ -410,24 +420,27 @@ impl<H: Handler> VhostUserBackend for Device<H> {
         self.transfer.finish()
     }
 
+    /// One thread for all queues, which only gives them their workers.
     fn queues_per_thread(&self) -> Vec<u64> {
-        (0..self.rings.len()).map(|queue| 1 << queue).collect()
+        vec![u64::MAX >> (64 - self.rings.len())]
     }
 
-    fn handle_event(&self, event: u16, _events: EventSet, vrings: &[Vring], thread: usize) -> io::Result<()> {
+    fn handle_event(&self, event: u16, _events: EventSet, vrings: &[Vring], _thread: usize) -> io::Result<()> {
         if event == self.exit_token() {
-            // An error ends the worker thread.
+            // An error ends the thread.
             return Err(io::ErrorKind::ConnectionAborted.into());
         }
-        if event == self.uring_token() {
-            if let Some(uring) = self.workers.urings.of(thread) {
-                uring.lock().seen();
+        let all = || (0..self.rings.len()).collect();
+        let queues = match event {
+            event if event == self.kick_token() => self.workers.crew.kicked(),
+            event if event == self.resume_token() => all(),
+            event => vec![event.into()],
+        };
+        for queue in queues {
+            if let (Some(ring), Some(known)) = (vrings.get(queue), self.rings.get(queue)) {
+                known.get_or_init(|| ring.clone());
+                self.workers.attend(&ring.0, queue);
             }
-        }
-        // A thread has one queue, so one ring.
-        if let (Some(ring), Some(known)) = (vrings.first(), self.rings.get(thread)) {
-            known.get_or_init(|| ring.clone());
-            self.workers.drain(&ring.0, thread);
         }
         Ok(())
     }

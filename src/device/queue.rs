@@ -1,4 +1,5 @@
-//! The worker of a queue: takes requests, has them served, gives the chains back. `deputy` gives it a deputy.
+//! What a queue's worker does: takes requests, has them served, gives the chains back. `worker` has the threads, and
+//! `deputy` gives them deputies.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,6 +9,7 @@ use parking_lot::MutexGuard;
 
 use super::chain::{self, Table, Used};
 use super::config::Role;
+use super::crew::Crew;
 use super::crowd::HOLDS_UP;
 use super::handler::Handler;
 use super::lookout::Lookout;
@@ -36,6 +38,7 @@ pub struct Workers<H> {
     pub poll: Duration,
     pub monitor: Arc<Monitor>,
     pub lookout: Lookout,
+    pub crew: Crew,
 }
 
 /// How a thread's turn at a ring has ended.
@@ -50,9 +53,7 @@ impl<H: Handler> Workers<H> {
     /// Serves the requests of the ring until it is empty. To be called by the queue's own worker. `index`: the queue's
     /// number.
     pub fn drain(self: &Arc<Self>, ring: &Arc<Ring>, index: usize) {
-        let role = Role::of(index);
-        role.name_thread();
-        if role == Role::HighPriority {
+        if Role::of(index) == Role::HighPriority {
             // Nobody waits for the requests of this queue, so it is not polled.
             std::thread::sleep(GATHER);
         }

@@ -9,10 +9,13 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
+use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{OFlags, fcntl_setfl};
+use rustix::io::Errno;
 use vhost_user_backend::{VringMutex, VringState, VringStateGuard, VringStateMutGuard, VringT};
 use virtio_queue::{Error as QueueError, Queue, QueueOwnedT, QueueState, QueueT};
 use vm_memory::{GuestAddress, GuestAddressSpace};
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::chain::{self, Segment, Table, Used};
@@ -37,6 +40,8 @@ pub struct Ring {
     /// A stop of the ring waits until it is free. `free` tells of that.
     seat: Mutex<Seat<Busy>>,
     free: Condvar,
+    /// The driver's kicks. Locked after `vring`, and never while another lock is taken.
+    kick: Mutex<Kick>,
     /// Wakes the deputy, which has the event, when the queue's own worker is back.
     back: Mutex<Weak<EventFd>>,
     late: Mutex<LateReplies>,
@@ -51,6 +56,36 @@ pub struct Ring {
     locks: Arc<AtomicU32>,
     /// Has the parked requests answered.
     parked: OnceLock<Release>,
+}
+
+/// The event by which the driver tells of new chains. vhost-user-backend has another one in its place, which never
+/// comes: the thread that would wait for it has all queues.
+#[derive(Default)]
+struct Kick {
+    event: Option<File>,
+    /// Who waits for it, and as what.
+    waiter: Option<(Arc<Epoll>, u64)>,
+}
+
+impl Kick {
+    fn wait(&mut self, waiter: Option<(Arc<Epoll>, u64)>) -> io::Result<()> {
+        self.end_wait();
+        if let (Some(event), Some((epoll, data))) = (&self.event, &waiter) {
+            epoll.ctl(ControlOperation::Add, event.as_raw_fd(), EpollEvent::new(EventSet::IN, *data))?;
+            self.waiter = waiter;
+        }
+        Ok(())
+    }
+
+    /// The frontend has the event open too, so to close it would not end the wait.
+    fn end_wait(&mut self) -> Option<(Arc<Epoll>, u64)> {
+        let waiter = self.waiter.take()?;
+        if let Some(event) = &self.event {
+            // It fails only if nobody waits.
+            let _ = waiter.0.ctl(ControlOperation::Delete, event.as_raw_fd(), EpollEvent::default());
+        }
+        Some(waiter)
+    }
 }
 
 /// The chains that the device has taken and not given back.
@@ -167,9 +202,40 @@ impl Ring {
         Some(turn)
     }
 
-    /// The event by which the driver tells of new chains.
-    pub fn kick(&self) -> Option<RawFd> {
-        self.vring.get_ref().get_kick().as_ref().map(AsRawFd::as_raw_fd)
+    /// Has `epoll` wait for the driver's kicks, in place of who did so far. `data`: what an event says then. The wait
+    /// ends with the ring's stop. Does nothing if the ring is stopped.
+    pub fn watch_kick(&self, epoll: &Arc<Epoll>, data: u64) -> io::Result<()> {
+        let state = self.vring.get_ref();
+        if !live(&state) {
+            return Ok(());
+        }
+        self.kick.lock().wait(Some((epoll.clone(), data)))
+    }
+
+    /// Calls `f` with the event by which the driver tells of new chains.
+    pub fn with_kick<R>(&self, f: impl FnOnce(Option<RawFd>) -> R) -> R {
+        f(self.kick.lock().event.as_ref().map(AsRawFd::as_raw_fd))
+    }
+
+    /// Takes the kicks that have come.
+    pub fn clear_kick(&self) {
+        let mut kick = self.kick.lock();
+        let read = kick.event.as_ref().map(|event| rustix::io::read(event, &mut [0; 8]));
+        if let Some(Err(e)) = read.filter(|read| *read != Err(Errno::AGAIN) && *read != Err(Errno::INTR)) {
+            tracing::error!("the frontend's kick is no event ({e}): its queue is not served any more");
+            kick.end_wait();
+        }
+    }
+
+    /// Asks the driver for a kick with the next chain. False if there is one to take already.
+    pub fn asks_for_kick(&self) -> bool {
+        let mut state = self.vring.get_mut();
+        let mem = self.mem.memory();
+        if !live(&state) || !is_near(&state, &mem) {
+            return true;
+        }
+        // If the ring's memory is gone, the next kick tries again.
+        !state.get_queue_mut().enable_notification(&*mem).unwrap_or(false)
     }
 
     /// The queue's descriptor table.
@@ -358,6 +424,7 @@ impl Ring {
     }
 
     fn stop(&self) {
+        self.kick.lock().end_wait();
         let was_ready = {
             let mut state = self.vring.get_mut();
             let was_ready = state.get_queue().ready();
@@ -397,6 +464,21 @@ impl Ring {
         QueueState { ready: false, ..self.vring.get_ref().get_queue().state() }
     }
 
+    fn set_kick(&self, file: Option<File>) {
+        let stand_in = file.as_ref().and_then(|_| {
+            let failed = |e: &Errno| tracing::error!("a queue is not served, since it got no event: {e}");
+            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).inspect_err(failed).ok().map(File::from)
+        });
+        self.vring.set_kick(stand_in);
+        let mut kick = self.kick.lock();
+        let waiter = kick.end_wait();
+        kick.event = file;
+        // Another event for a ring that runs.
+        if let Err(e) = kick.wait(waiter) {
+            tracing::error!("nobody hears of a queue's requests: {e}");
+        }
+    }
+
     /// Forgets the session: the ring is not served until it is set up again, and late replies are dropped.
     pub fn reset(&self) {
         self.vring.set_queue_ready(false);
@@ -405,7 +487,7 @@ impl Ring {
         self.forget(&mut seat);
         drop(seat);
         self.owed.store(false, Ordering::Relaxed);
-        self.vring.set_kick(None);
+        self.set_kick(None);
         self.vring.set_call(None);
     }
 }
@@ -521,6 +603,7 @@ impl VringT<GuestMemory> for Vring {
             mem,
             seat: Mutex::default(),
             free: Condvar::new(),
+            kick: Mutex::default(),
             back: Mutex::default(),
             late: Mutex::default(),
             owed: AtomicBool::new(false),
@@ -565,6 +648,7 @@ impl VringT<GuestMemory> for Vring {
         if enabled {
             self.0.deliver(&mut self.0.late.lock());
         } else {
+            self.0.kick.lock().end_wait();
             // Returns when neither the worker nor a late reply touches the ring: the frontend goes on then.
             drop(self.0.rest());
             drop(self.0.late.lock());
@@ -606,14 +690,11 @@ impl VringT<GuestMemory> for Vring {
     fn set_kick(&self, file: Option<File>) {
         // Another event may have replaced this one by the time the worker reads it, and the worker must not block.
         file.iter().for_each(set_nonblocking);
-        self.0.vring.set_kick(file);
+        self.0.set_kick(file);
     }
 
     fn read_kick(&self) -> io::Result<bool> {
-        match self.0.vring.read_kick() {
-            Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(self.0.vring.get_ref().is_enabled()),
-            enabled => enabled,
-        }
+        self.0.vring.read_kick()
     }
 
     fn set_call(&self, file: Option<File>) {
