@@ -55,7 +55,7 @@ pub struct Options {
     pub shared_dir: Option<PathBuf>,
 
     /// Create the socket for the virtual machine at PATH; the daemon holds a lock on PATH.pid while it runs
-    #[arg(long, value_name = "PATH", conflicts_with = "fd")]
+    #[arg(help_heading = "Socket", long, value_name = "PATH", conflicts_with = "fd")]
     pub socket_path: Option<PathBuf>,
 
     /// An older name of --socket-path
@@ -63,47 +63,47 @@ pub struct Options {
     pub socket: Option<PathBuf>,
 
     /// Let this group connect to the socket too; otherwise only the daemon's user can
-    #[arg(long, value_name = "GROUP", conflicts_with_all = ["fd", "print_capabilities"])]
+    #[arg(help_heading = "Socket", long, value_name = "GROUP", conflicts_with_all = ["fd", "print_capabilities"])]
     pub socket_group: Option<String>,
 
     /// Use this inherited descriptor of a listening socket instead of creating a socket
-    #[arg(long)]
+    #[arg(help_heading = "Socket", long)]
     pub fd: Option<RawFd>,
 
     /// Serve metrics, status and a few commands on a socket at PATH: curl --unix-socket PATH http://_/status
     ///
     /// Only the daemon's user can connect. The daemon holds a lock on PATH.pid while it runs. docs/control.md has all
     /// requests.
-    #[arg(long, value_name = "PATH")]
+    #[arg(help_heading = "Socket", long, value_name = "PATH")]
     pub control_path: Option<PathBuf>,
 
     /// The tag that the guest mounts, for frontends that ask the daemon for it (1 to 36 bytes)
     ///
     /// QEMU's vhost-user-fs-pci does not ask: it uses its own tag= property.
-    #[arg(long, value_parser = parse_tag)]
+    #[arg(help_heading = "Socket", long, value_parser = parse_tag)]
     pub tag: Option<String>,
 
     /// When a frontend disconnects, wait for the next one instead of exiting
-    #[arg(long)]
+    #[arg(help_heading = "Socket", long)]
     pub keep_alive: bool,
 
     /// The number of request queues, for frontends that ask the daemon for it
     ///
     /// The guest uses at most one queue for each of its CPUs. QEMU's vhost-user-fs-pci does not ask: it uses its own
     /// num-request-queues= property, which may be at most 63 too.
-    #[arg(long, value_name = "N", default_value_t = device::MAX_REQUEST_QUEUES,
+    #[arg(help_heading = "Socket", long, value_name = "N", default_value_t = device::MAX_REQUEST_QUEUES,
           value_parser = clap::value_parser!(u16).range(1..=i64::from(device::MAX_REQUEST_QUEUES)))]
     pub num_request_queues: u16,
 
     /// No effect: accepted for compatibility with virtiofsd. thruwayd has one thread for each queue that
     /// the guest uses, and more only for requests that wait
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(help_heading = "Socket", long, value_name = "N", default_value_t = 0)]
     pub thread_pool_size: usize,
 
     /// After its queue is empty a thread polls for at most MAX microseconds before it sleeps; 0 turns polling off
     ///
     /// The time adapts to the load: while requests are rare, the thread does not poll at all.
-    #[arg(long, value_name = "MAX", default_value_t = device::POLL_US,
+    #[arg(help_heading = "Socket", long, value_name = "MAX", default_value_t = device::POLL_US,
           value_parser = clap::value_parser!(u64).range(..=10_000))]
     pub poll_us: u64,
 
@@ -112,14 +112,14 @@ pub struct Options {
     /// With auto, the guest drops a file's cached contents when it opens the file, unless the file is surely unchanged.
     /// With always, it keeps them even if the host changes the file. With metadata and never, it caches no file
     /// contents. docs/caching.md has a table.
-    #[arg(long, default_value = "auto", ignore_case = true)]
+    #[arg(help_heading = "Caching", long, default_value = "auto", ignore_case = true)]
     pub cache: CachePolicy,
 
     /// How long the guest remembers that a name does not exist, in seconds, for example 0.5
     ///
     /// A file that appears on the host is missing in the guest for up to this time. Names that the guest itself makes
     /// are there at once.
-    #[arg(long, value_name = "SECONDS", default_value = "0", value_parser = parse_seconds)]
+    #[arg(help_heading = "Caching", long, value_name = "SECONDS", default_value = "0", value_parser = parse_seconds)]
     pub negative_timeout: Duration,
 
     /// Let the guest open files and directories without asking the daemon: never; auto: with --cache=always; always:
@@ -129,38 +129,38 @@ pub struct Options {
     /// --cache=auto the guest then drops a file's cached contents up to a second after a change, when it sees the new
     /// time or size. --no-open without a value is --no-open=always. It has no effect with --posix-lock, --flock, or
     /// window passthrough, and on a read-only share for directories only. docs/caching.md says more.
-    #[arg(long, require_equals = true, num_args = 0..=1, default_value = "auto", default_missing_value = "always")]
+    #[arg(help_heading = "Caching", long, require_equals = true, num_args = 0..=1, default_value = "auto", default_missing_value = "always")]
     pub no_open: NoOpen,
 
     /// How long a guest with thruway-guest keeps names and attributes, in seconds; 0: as --cache says
     ///
     /// thruway-guest repeats the host's changes in the guest. Some changes on the host cause no event: they are seen
     /// after this time.
-    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = parse_seconds)]
+    #[arg(help_heading = "Caching", long, value_name = "SECONDS", default_value = "60", value_parser = parse_seconds)]
     pub lease_timeout: Duration,
 
     /// Let the guest collect writes in its page cache before it sends them
-    #[arg(long)]
+    #[arg(help_heading = "Caching", long)]
     pub writeback: bool,
 
     /// Allow shared mappings (mmap) with --cache=metadata or never too
     ///
     /// Use it only if nobody but the guest changes the directory.
-    #[arg(long)]
+    #[arg(help_heading = "Caching", long)]
     pub allow_mmap: bool,
 
     /// Pass O_DIRECT through to the files on the host
-    #[arg(long)]
+    #[arg(help_heading = "Caching", long)]
     pub allow_direct_io: bool,
 
     /// Do not send attributes along with directory entries
-    #[arg(long)]
+    #[arg(help_heading = "Caching", long)]
     pub no_readdirplus: bool,
 
     /// Refuse every change that the guest requests
     ///
     /// The directory on the host is not mounted read-only: access times, for example, still change.
-    #[arg(long)]
+    #[arg(help_heading = "Files", long)]
     pub readonly: bool,
 
     /// Show file systems that are mounted in the share as mounts in the guest [default]
@@ -169,49 +169,49 @@ pub struct Options {
     /// this.
     // The word in brackets is for --help.
     #[allow(rustdoc::broken_intra_doc_links)]
-    #[arg(long)]
+    #[arg(help_heading = "Files", long)]
     pub announce_submounts: bool,
 
     /// Show the share to the guest as one file system
-    #[arg(long, overrides_with = "announce_submounts")]
+    #[arg(help_heading = "Files", long, overrides_with = "announce_submounts")]
     pub no_announce_submounts: bool,
 
     /// Let the host clear set-user-ID bits and file capabilities when the guest writes [default: on ext4, XFS, Btrfs,
     /// tmpfs and F2FS, without --dax-window]
     ///
     /// With --xattr each write(2) of the guest takes another message without this.
-    #[arg(long)]
+    #[arg(help_heading = "Files", long)]
     pub killpriv_v2: bool,
 
     /// Let the guest clear them, which a share on NFS needs [default: on other file systems, and with --dax-window]
-    #[arg(long, overrides_with = "killpriv_v2")]
+    #[arg(help_heading = "Files", long, overrides_with = "killpriv_v2")]
     pub no_killpriv_v2: bool,
 
     /// Keep O_NOATIME when the guest opens a file; by default it is dropped, since only the file's owner may use it
-    #[arg(long)]
+    #[arg(help_heading = "Files", long)]
     pub preserve_noatime: bool,
 
     /// Offer extended attributes
-    #[arg(long)]
+    #[arg(help_heading = "Files", long)]
     pub xattr: bool,
 
     /// Rename extended attributes between guest and host, for example :map::user.virtiofs.: (implies --xattr)
     ///
     /// With :map:trusted.:user.virtiofs.: overlayfs in the guest can have its upper directory on the share.
     /// docs/attributes.md explains the rules.
-    #[arg(long, value_name = "RULES")]
+    #[arg(help_heading = "Files", long, value_name = "RULES")]
     pub xattrmap: Option<XattrMap>,
 
     /// Support POSIX access control lists (implies --xattr)
     ///
     /// auto: if the guest supports them. always: refuse a guest that does not; the same as --posix-acl without a value.
-    #[arg(long, require_equals = true, num_args = 0..=1, default_value = "never", default_missing_value = "always")]
+    #[arg(help_heading = "Files", long, require_equals = true, num_args = 0..=1, default_value = "never", default_missing_value = "always")]
     pub posix_acl: Offer,
 
     /// Support security labels (SELinux) (implies --xattr)
     ///
     /// The values are those of --posix-acl.
-    #[arg(long, require_equals = true, num_args = 0..=1, default_value = "never", default_missing_value = "always")]
+    #[arg(help_heading = "Files", long, require_equals = true, num_args = 0..=1, default_value = "never", default_missing_value = "always")]
     pub security_label: Offer,
 
     /// Apply the guest's fcntl locks to the files on the host, so that the host and other guests see them
@@ -219,18 +219,18 @@ pub struct Options {
     /// Off by default, as in virtiofsd: a Linux guest cannot interrupt a request, so a process that waits for a lock
     /// cannot be killed until it gets the lock. A deadlock within one guest is answered with EDEADLK. A deadlock
     /// between guests is not detected.
-    #[arg(long)]
+    #[arg(help_heading = "Files", long)]
     pub posix_lock: bool,
 
     /// Apply the guest's flock locks to the files on the host; see --posix-lock about waiting
-    #[arg(long)]
+    #[arg(help_heading = "Files", long)]
     pub flock: bool,
 
     /// Refer to files by file handle instead of by open descriptor: never, where possible (prefer), or else fail
     /// (mandatory)
     ///
     /// This saves descriptors, and NFS leaves no .nfs files when an open file is removed. It needs CAP_DAC_READ_SEARCH.
-    #[arg(long, default_value = "prefer", value_parser = parse_file_handles, value_name = "never|prefer|mandatory")]
+    #[arg(help_heading = "Files", long, default_value = "prefer", value_parser = parse_file_handles, value_name = "never|prefer|mandatory")]
     pub inode_file_handles: FileHandles,
 
     /// Give the guest a DAX window of this size, for example 1G, through which it maps files; 0: no window
@@ -239,7 +239,7 @@ pub struct Options {
     /// memory regions: docs/dax.md has the command for QEMU. The daemon needs CAP_SYS_ADMIN and Linux 6.9. Without them
     /// it warns and starts without a window. With SIZE,required it fails instead. A guest with -o dax=inode maps no
     /// more files than fit into four fifths of the window.
-    #[arg(long, value_name = "SIZE[,required]", default_value = "0", value_parser = parse_window)]
+    #[arg(help_heading = "Windows", long, value_name = "SIZE[,required]", default_value = "0", value_parser = parse_window)]
     pub dax_window: WindowSize,
 
     /// Give a guest with the patches of guest-kernel/ a window of this size, through which it reads, writes and maps
@@ -249,11 +249,11 @@ pub struct Options {
     /// eight when it has grown; --dax-window uses one for each 2M. The two windows' sizes together must be a power of
     /// two. 2M of this window hold its table. The needs of the frontend and the host, and SIZE,required, are as for
     /// --dax-window. --writeback has no effect with this window.
-    #[arg(long, value_name = "SIZE[,required]", default_value = "0", value_parser = parse_window)]
+    #[arg(help_heading = "Windows", long, value_name = "SIZE[,required]", default_value = "0", value_parser = parse_window)]
     pub passthrough_window: WindowSize,
 
     /// The smallest file that goes through the passthrough window: messages are faster for smaller files
-    #[arg(long, value_name = "SIZE", default_value = "256K", value_parser = parse_size)]
+    #[arg(help_heading = "Windows", long, value_name = "SIZE", default_value = "256K", value_parser = parse_size)]
     pub passthrough_min_size: u64,
 
     /// Which files the guest writes through the passthrough window: those where the host cannot run out of space, or
@@ -261,23 +261,23 @@ pub struct Options {
     ///
     /// in-place: files without holes on ext4, XFS and tmpfs; others use messages. always: all files. If the host's
     /// disk is full then, a write can end the virtual machine.
-    #[arg(long, default_value = "in-place")]
+    #[arg(help_heading = "Windows", long, default_value = "in-place")]
     pub passthrough_writable: window::Writable,
 
     /// The number of mappings in the windows at a time (at most 448: QEMU ends a virtual machine with 512 memory
     /// regions)
-    #[arg(long, value_name = "N", default_value_t = DEFAULT_MAPPINGS,
+    #[arg(help_heading = "Windows", long, value_name = "N", default_value_t = DEFAULT_MAPPINGS,
           value_parser = clap::value_parser!(u16).range(1..=window::MAX_MAPPINGS as i64))]
     pub max_mappings: u16,
 
     /// The smallest file that a guest with -o dax=inode maps: messages are faster for smaller files
-    #[arg(long, value_name = "SIZE", default_value = "256K", value_parser = parse_size)]
+    #[arg(help_heading = "Windows", long, value_name = "SIZE", default_value = "256K", value_parser = parse_size)]
     pub dax_min_size: u64,
 
     /// Protect the virtual machine from host processes that truncate a mapped file
     ///
     /// fanotify: the truncation waits until the mapping is gone. It works on ext4, XFS and Btrfs, with Linux 6.14.
-    #[arg(long, default_value = "fanotify")]
+    #[arg(help_heading = "Windows", long, default_value = "fanotify")]
     pub window_guard: GuardMode,
 
     /// Translate user IDs between guest and host; may be given several times
@@ -286,46 +286,46 @@ pub struct Options {
     /// host, host:HOST:GUEST:COUNT only from host to guest. squash-guest:GUEST:HOST:COUNT and
     /// squash-host:HOST:GUEST:COUNT translate a range to one ID. forbid-guest:GUEST:COUNT refuses IDs of the guest.
     /// Other IDs do not change. Cannot be used with --posix-acl.
-    #[arg(long, value_name = "RULE")]
+    #[arg(help_heading = "Identity", long, value_name = "RULE")]
     pub translate_uid: Vec<idmap::Rule>,
 
     /// Translate group IDs, in the same way as --translate-uid
-    #[arg(long, value_name = "RULE")]
+    #[arg(help_heading = "Identity", long, value_name = "RULE")]
     pub translate_gid: Vec<idmap::Rule>,
 
     /// Isolate the daemon from everything but the share: by namespaces, by chroot (for containers; needs root), or not
     /// at all
-    #[arg(long, default_value = "namespace", ignore_case = true)]
+    #[arg(help_heading = "Sandbox", long, default_value = "namespace", ignore_case = true)]
     pub sandbox: Sandbox,
 
     /// Map user IDs into the user namespace of a daemon that does not run as root; may be given several times [default:
     /// only the user's own ID]
     ///
     /// :0:100000:65536: maps the host's IDs 100000 to 165535 to 0 to 65535. /etc/subuid must grant them to the user.
-    #[arg(long, value_name = ":INSIDE:OUTSIDE:COUNT:")]
+    #[arg(help_heading = "Sandbox", long, value_name = ":INSIDE:OUTSIDE:COUNT:")]
     pub uid_map: Vec<IdRange>,
 
     /// Map group IDs, in the same way as --uid-map
-    #[arg(long, value_name = ":INSIDE:OUTSIDE:COUNT:")]
+    #[arg(help_heading = "Sandbox", long, value_name = ":INSIDE:OUTSIDE:COUNT:")]
     pub gid_map: Vec<IdRange>,
 
     /// Change the set of capabilities that the daemon keeps, for example --modcaps=+sys_admin:-chown
-    #[arg(long, value_name = "CHANGES")]
+    #[arg(help_heading = "Sandbox", long, value_name = "CHANGES")]
     pub modcaps: Option<ModCaps>,
 
     /// What happens when the daemon makes a system call that it should not make
-    #[arg(long, default_value = "kill")]
+    #[arg(help_heading = "Sandbox", long, default_value = "kill")]
     pub seccomp: seccomp::Action,
 
     /// The limit of open files; 0 does not change it [default: the least of 1000000, fs.nr_open and a quarter of
     /// fs.file-max]
-    #[arg(long, value_name = "N")]
+    #[arg(help_heading = "Sandbox", long, value_name = "N")]
     pub rlimit_nofile: Option<u64>,
 
     /// How many inodes the guest may know at a time; each takes up to 512 bytes of the daemon's memory
     ///
     /// The guest knows the inodes in its caches. At the limit, a lookup of any other file fails with ENFILE.
-    #[arg(long, value_name = "N", default_value_t = limits::INODES)]
+    #[arg(help_heading = "Sandbox", long, value_name = "N", default_value_t = limits::INODES)]
     pub max_inodes: usize,
 
     /// How the source of a migration describes the guest's files to the target: by path or by file handle
@@ -334,34 +334,34 @@ pub struct Options {
     /// file may take a path's place during the migration. File handles avoid both problems. They need the same file
     /// system at both ends. The target needs CAP_DAC_READ_SEARCH and this same option (or --modcaps=+dac_read_search),
     /// because a hostile source can then name any file of that file system.
-    #[arg(long, default_value = "find-paths")]
+    #[arg(help_heading = "Migration", long, default_value = "find-paths")]
     pub migration_mode: MigrationMode,
 
     /// What the target of a migration does about a file that it cannot find or open: abort, or return errors to the
     /// guest
     ///
     /// abort: the guest continues at the source. guest-error: every request for that file fails with EIO.
-    #[arg(long, default_value = "abort")]
+    #[arg(help_heading = "Migration", long, default_value = "abort")]
     pub migration_on_error: MigrationOnError,
 
     /// Let the target of a migration check by file handle that it found the same files (an option of the source)
     ///
     /// It needs the same file system at both ends, and --migration-mode=find-paths.
-    #[arg(long)]
+    #[arg(help_heading = "Migration", long)]
     pub migration_verify_handles: bool,
 
     /// After all paths are found, check each one again and search for those that have changed (an option of the source)
     ///
     /// The guest does not run during the check. It needs --migration-mode=find-paths.
-    #[arg(long)]
+    #[arg(help_heading = "Migration", long)]
     pub migration_confirm_paths: bool,
 
     /// What to log: off, error, warn, info, debug or trace; the environment variable RUST_LOG takes precedence
-    #[arg(long, value_name = "LEVEL", default_value = "info")]
+    #[arg(help_heading = "Log", long, value_name = "LEVEL", default_value = "info")]
     pub log_level: LevelFilter,
 
     /// Log to syslog instead of stderr
-    #[arg(long)]
+    #[arg(help_heading = "Log", long)]
     pub syslog: bool,
 
     /// Print the daemon's capabilities in the form of QEMU's vhost-user.json, and exit
@@ -753,6 +753,13 @@ mod tests {
         assert_eq!((options.xattr, options.log_level), (false, LevelFilter::ERROR));
         assert_eq!(options.deprecated().count(), 4);
         assert!(args("-o source=/,nonsense --fd 3").is_err());
+    }
+
+    #[test]
+    fn help_has_headings() {
+        let command = Options::command();
+        let bare = command.get_arguments().filter(|arg| !arg.is_hide_set() && arg.get_help_heading().is_none());
+        assert_eq!(bare.map(|arg| arg.get_id().as_str()).collect::<Vec<_>>(), ["shared_dir", "print_capabilities"]);
     }
 
     #[test]
