@@ -90,9 +90,13 @@ def inotifywait():
         events = [event for event in events if event[1] != "OPEN"]
         cookies = [cookie for *_, cookie in events if cookie != "0"]
         equal((len(cookies), len(set(cookies))), (2, 1))
-        due = ("CREATE new", "MODIFY new", "CLOSE_WRITE,CLOSE new", "ATTRIB new", "MOVED_FROM new", "MOVED_TO moved")
+        got = [f"{what} {name}" for path, what, name, _ in events if path == "/"]
+        # It is told with the contents if the agent was busy when they came.
+        assert "ATTRIB new" in got[:4], got
+        got.remove("ATTRIB new")
+        due = ("CREATE new", "MODIFY new", "CLOSE_WRITE,CLOSE new", "MOVED_FROM new", "MOVED_TO moved")
         due += ("CREATE,ISDIR sub", "DELETE moved", "MODIFY old", "CLOSE_WRITE,CLOSE old", "DELETE old")
-        equal([f"{what} {name}" for path, what, name, _ in events if path == "/"], list(due))
+        equal(got, list(due))
         itself = sorted(what for path, what, *_ in events if path == "/old")
         equal(itself, ["ATTRIB", "CLOSE_WRITE,CLOSE", "DELETE_SELF", "MODIFY"])
 
