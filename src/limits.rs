@@ -29,6 +29,14 @@ pub const DAEMON_MEMORY: u64 = 512 << 20;
 /// holds it (tests/neighbours).
 pub const DAEMON_THREADS: u64 = 1024;
 
+/// Processes and threads that a daemon cannot do without, besides one for each request queue: the process that waits
+/// for it, its main thread, and one each for the log, the watch, the sweep, the frontend, the high priority queue, and
+/// requests that wait for other processes. The rest are there if the host gives them. A test holds it.
+pub const LEAST_THREADS: usize = 8;
+
+/// How many more it takes with a window: four of the window process, the mapper, and the events.
+pub const WINDOW_THREADS: usize = 6;
+
 /// Chains of one queue that the device holds at a time: the length of the longest queue. It is QEMU's
 /// VIRTQUEUE_MAX_SIZE, and the most that preadv2(2) takes in one call (UIO_MAXIOV). A driver that offers a chain again
 /// which the device still holds breaks VIRTIO's rules: its queue stops until the driver resets the device.
@@ -219,6 +227,8 @@ counted! {
     Workers = "workers",
     /// [`DEPUTIES`]
     Deputies = "deputies",
+    /// A thread that the host did not give: RLIMIT_NPROC, pids.max.
+    Threads = "threads",
     /// [`LISTINGS`]
     Listings = "listings",
     /// [`WINDOW_JOBS`]

@@ -1,5 +1,7 @@
 //! The daemon's command line as its caller sees it: exit status, one line on stderr, the socket.
 
+mod cgroup;
+
 use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
@@ -138,6 +140,42 @@ fn starts_that_must_fail_say_why() {
     assert!(line.contains("no-such-group"), "{line}");
     let line = failure(&["--shared-dir", &share, "--socket-path", &socket, "--rlimit-nofile", "18446744073709551615"]);
     assert!(line.contains("--rlimit-nofile"), "{line}");
+}
+
+/// As root, in a control group of its own: the daemon serves with as many threads as it says that it needs, and says
+/// with fewer which limit is in the way.
+#[test]
+fn too_few_threads_are_said_at_the_start() {
+    let Some(group) = cgroup::Group::new("pids.max") else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("s");
+    let start = |most: usize, args: &[&str]| {
+        let args: Vec<_> = ["--rlimit-nofile=0"].iter().chain(args).copied().collect();
+        group.set("pids.max", most);
+        let mut command = group.command(env!("CARGO_BIN_EXE_thruwayd"));
+        command.env_remove("RUST_LOG").arg("--shared-dir").arg(dir.path()).arg("--socket-path").arg(&socket);
+        command.args(args).stdin(Stdio::null());
+        command
+    };
+    for args in [&["--num-request-queues=1"][..], &["--num-request-queues=63"], &["--dax-window=2M"]] {
+        let failed = start(5, args).output().unwrap();
+        let text = String::from_utf8(failed.stderr).unwrap();
+        assert_eq!((failed.status.code(), text.lines().count()), (Some(1), 1), "{text}");
+        assert!(text.contains("pids.max is 5,"), "{text}");
+        let mut words = text.split(' ');
+        let needed = words.find_map(|word| word.parse().ok()).unwrap_or_else(|| panic!("{text}"));
+        let refused = start(needed - 1, args).output().unwrap().stderr;
+        let refused = String::from_utf8(refused).unwrap();
+        assert!(refused.contains(&format!("needs {needed} processes and threads")), "{refused}");
+        let mut running = Running(start(needed, args).stderr(Stdio::null()).spawn().unwrap());
+        drop(connect(&socket));
+        let ended = running.wait();
+        assert_eq!(ended, Some(0), "{args:?} {needed}");
+        // The window process ends by itself.
+        while !group.get("cgroup.procs").is_empty() {
+            sleep(Duration::from_millis(10));
+        }
+    }
 }
 
 #[test]

@@ -1,6 +1,8 @@
 //! The control socket of a daemon that serves a frontend: what it says, what it takes, and what clients cannot do to it
 //! or to the guest.
 
+mod cgroup;
+
 use std::fs;
 use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
@@ -43,6 +45,14 @@ impl Daemon {
 
     fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
+    }
+
+    fn create(&self, name: &[u8]) -> (u64, u64) {
+        let args = CreateIn { flags: libc::O_RDWR as u32, mode: libc::S_IFREG | 0o600, ..Default::default() };
+        let body = [args.as_bytes(), name].concat();
+        let out = self.guest().request(1, Opcode::Create as u32, ROOT_ID, &body, b"", 144).unwrap();
+        let (entry, rest) = EntryOut::read_from_prefix(&out).unwrap();
+        (entry.nodeid, OpenOut::read_from_prefix(rest).unwrap().0.fh)
     }
 
     fn connect(&mut self) {
@@ -550,4 +560,40 @@ fn a_drain_waits_for_requests_but_not_for_locks() {
     guest.request(1, Opcode::Setlk as u32, file, unlock.as_bytes(), b"", 0).unwrap();
     assert_eq!(guest.wait_for(1, waits, LONG).unwrap().len, 16);
     assert_eq!(drain(), 0);
+}
+
+/// As root, where the daemon gets no more threads: what it would have other threads do, io_uring's among them, its
+/// queue does. No request fails.
+#[test]
+fn without_more_threads_every_write_is_done() {
+    let Some(group) = cgroup::Group::new("pids.max") else { return };
+    let daemon = Daemon::start(&[]);
+    group.set("cgroup.procs", daemon.child.id());
+    group.set("pids.max", group.get("pids.current"));
+    let (node, fh) = daemon.create(b"new\0");
+    let guest = daemon.guest();
+    let part = |n: usize| vec![n as u8 + 1; 256 << 10];
+    let write = |n: usize| {
+        let args = WriteIn { fh, offset: (n * (256 << 10)) as u64, size: 256 << 10, ..Default::default() };
+        let (_, head) = guest.header(Opcode::Write as u32, node, args.as_bytes().len() + (256 << 10));
+        guest.submit(1, &[&[&head, args.as_bytes()].concat(), &part(n)], &[16, 8]).unwrap()
+    };
+    // Metadata waits behind large writes, so large writes leave the worker.
+    let stat = || {
+        let (_, head) = guest.header(Opcode::Getattr as u32, node, 16);
+        guest.submit(1, &[&head, &[0; 16]], &[16, 104]).unwrap()
+    };
+    let refused = || daemon.metric("thruway_limit_reached_total{limit=\"threads\"}");
+    wait_until("lacks a thread", || {
+        let tokens = [write(0), write(1), stat(), write(2), write(3), write(4), write(5)];
+        for token in tokens {
+            let done = guest.wait_for(1, token, LONG).unwrap();
+            assert_eq!(OutHeader::read_from_prefix(&done.data).unwrap().0.error, 0);
+        }
+        // An idle thread of io_uring ends after 5 s.
+        refused() > 0.0
+    });
+    let written = fs::read(daemon.path("share/new")).unwrap();
+    assert!((0..6).all(|n| written[n * (256 << 10)..][..256 << 10] == part(n)));
+    drop(daemon);
 }

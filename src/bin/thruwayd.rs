@@ -57,6 +57,7 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     let shared_dir = absolute(dir);
     let socket = options.socket().map(absolute);
     limits::set_nofile(options.rlimit_nofile)?;
+    limits::check_threads(options.least_threads())?;
     let (proxy, no_window) = start_proxy(options)?;
     let guard = proxy.as_ref().map_or(Guard::Off("there is no window".into()), |proxy| proxy.guard().clone());
     sandbox.helper = proxy.as_ref().map(Proxy::pid);

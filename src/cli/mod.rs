@@ -622,6 +622,14 @@ impl Options {
         }
     }
 
+    /// How many processes and threads the daemon cannot do without.
+    pub fn least_threads(&self) -> usize {
+        let window = self.dax_window.size > 0 || self.passthrough_window.size > 0;
+        let more = [(window, limits::WINDOW_THREADS), (self.control_path.is_some(), 1)];
+        let more: usize = more.iter().filter(|(has, _)| *has).map(|(_, threads)| threads).sum();
+        limits::LEAST_THREADS + usize::from(self.num_request_queues) + more
+    }
+
     /// The settings of the file system.
     ///
     /// # Errors

@@ -147,7 +147,8 @@ pub enum Error {
 pub fn serve<H: Handler>(listener: UnixListener, handler: Arc<H>, options: Options) -> Result<(), Error> {
     options.check()?;
     let mut listener = Listener::from(listener);
-    let (waiting, pools) = (Arc::default(), Arc::default());
+    let pools = Pools::new().map_err(|e| Error::Setup(format!("no thread for requests that wait: {e}")))?;
+    let waiting = Arc::default();
     loop {
         let device = Device::new(handler.clone(), &options, &waiting, &pools);
         match (device.and_then(|device| device.serve(&mut listener)), options.keep_alive) {

@@ -1,13 +1,14 @@
 //! Threads for requests that wait. They are kept for a while, because starting one costs more than most of their work.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
+use std::io;
+use std::sync::{Arc, Once};
 use std::thread;
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
-use crate::limits;
+use crate::limits::{self, Limit};
 
 /// Stack of a thread in bytes. A job is a system call with its arguments on the heap. Only pages in use take memory.
 const STACK: usize = 256 << 10;
@@ -29,15 +30,32 @@ pub struct Pools {
     pub deputies: Arc<Pool>,
 }
 
-impl Default for Pools {
-    fn default() -> Self {
-        Self {
+impl Pools {
+    /// # Errors
+    /// If there is not even a thread for [`others`](Self::others). A queue's worker cannot take its place: what it
+    /// would wait for may wait for its queue.
+    pub fn new() -> io::Result<Arc<Self>> {
+        let others = Pool::new(limits::OTHERS_THREADS, true);
+        others.keep_one()?;
+        Ok(Arc::new(Self {
             host: Pool::new(limits::WORK_THREADS, true),
-            others: Pool::new(limits::OTHERS_THREADS, true),
+            others,
             locks: Pool::new(limits::LOCK_THREADS, false),
             deputies: Pool::new(limits::DEPUTIES, false),
-        }
+        }))
     }
+}
+
+/// Counts that the host did not give a thread, and says so once.
+pub fn no_thread() {
+    static SAID: Once = Once::new();
+    Limit::Threads.reached();
+    SAID.call_once(|| {
+        tracing::warn!(
+            "the host gives the daemon no more threads (pids.max of its control group, or RLIMIT_NPROC): a request \
+             that takes long holds up its queue, and locks that have to wait may fail"
+        );
+    });
 }
 
 pub struct Pool {
@@ -54,6 +72,8 @@ struct State {
     /// Threads that wait for a job, including those that were just woken for one.
     idle: usize,
     threads: usize,
+    /// Threads that stay when they are idle.
+    stay: usize,
 }
 
 impl Pool {
@@ -72,17 +92,29 @@ impl Pool {
             self.come.notify_one();
             return Ok(());
         }
-        let pool = self.clone();
-        let thread = thread::Builder::new().name("thruway-wait".into()).stack_size(STACK);
-        if state.threads < self.most && thread.spawn(move || pool.work()).is_ok() {
-            state.threads += 1;
-            state.idle += 1;
+        if state.threads < self.most && self.spawn(&mut state).inspect_err(|_| no_thread()).is_ok() {
             return Ok(());
         }
         if self.queues && state.threads > 0 {
             return Ok(());
         }
         state.jobs.pop_back().map_or(Ok(()), Err)
+    }
+
+    /// Has a thread that is there before the first job, and stays.
+    fn keep_one(self: &Arc<Self>) -> io::Result<()> {
+        let mut state = self.state.lock();
+        state.stay = 1;
+        self.spawn(&mut state)
+    }
+
+    fn spawn(self: &Arc<Self>, state: &mut State) -> io::Result<()> {
+        let pool = self.clone();
+        let thread = thread::Builder::new().name("thruway-wait".into()).stack_size(STACK);
+        thread.spawn(move || pool.work())?;
+        state.threads += 1;
+        state.idle += 1;
+        Ok(())
     }
 
     fn work(&self) {
@@ -97,6 +129,9 @@ impl Pool {
         let mut state = self.state.lock();
         if state.jobs.is_empty() {
             self.come.wait_for(&mut state, STAY);
+        }
+        while state.jobs.is_empty() && state.threads <= state.stay {
+            self.come.wait(&mut state);
         }
         state.idle -= 1;
         let job = state.jobs.pop_front();
@@ -141,6 +176,20 @@ mod tests {
             finished.recv().unwrap();
             ended += 1;
         }
+    }
+
+    #[test]
+    fn a_thread_that_stays_takes_the_jobs_that_find_no_other() {
+        let pool = Pool::new(1, true);
+        pool.keep_one().unwrap();
+        assert_eq!(pool.state.lock().threads, 1);
+        let (done, finished) = channel();
+        for _ in 0..10 {
+            let done = done.clone();
+            assert!(pool.run(Box::new(move || done.send(()).unwrap())).is_ok());
+        }
+        (0..10).for_each(|_| finished.recv().unwrap());
+        assert_eq!(pool.state.lock().threads, 1);
     }
 
     #[test]

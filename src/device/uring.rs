@@ -9,11 +9,12 @@ use std::sync::Arc;
 use io_uring::register::Restriction;
 use io_uring::squeue::Flags;
 use io_uring::{IoUring, opcode, types};
-use libc::iovec;
+use libc::{ECANCELED, iovec};
 use parking_lot::Mutex;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::chain::{self, Segment, Used};
+use super::pool::no_thread;
 use super::region::Kept;
 use crate::fuse::Io;
 use crate::fuse::buf::IOV_MAX;
@@ -81,7 +82,7 @@ pub struct Uring {
 struct UnderWay {
     head: u16,
     segments: Vec<Segment>,
-    _iovecs: Vec<iovec>,
+    iovecs: Vec<iovec>,
     io: Io,
     /// Keeps what the iovecs point to mapped.
     kept: Kept,
@@ -135,7 +136,7 @@ impl Uring {
         if pushed.is_err() {
             return false;
         }
-        self.under_way.insert(self.next, UnderWay { head, segments: segments.to_vec(), _iovecs: iovecs, io, kept });
+        self.under_way.insert(self.next, UnderWay { head, segments: segments.to_vec(), iovecs, io, kept });
         self.next += 1;
         // If this fails, a later call submits it, at the latest the one in `finish`.
         let _ = self.ring.submit();
@@ -146,7 +147,8 @@ impl Uring {
     pub fn reap(&mut self, used: &mut Vec<Used>) {
         for entry in self.ring.completion() {
             let Some(done) = self.under_way.remove(&entry.user_data()) else { continue };
-            used.push(done.answer(entry.result()));
+            let result = if entry.result() == -ECANCELED { done.do_here() } else { entry.result() };
+            used.push(done.answer(result));
         }
     }
 
@@ -167,6 +169,21 @@ impl Drop for Uring {
 }
 
 impl UnderWay {
+    /// Does the I/O on this thread: the kernel cancels what it has no thread for, and nobody else cancels. Returns
+    /// bytes, or a negative errno.
+    fn do_here(&self) -> i32 {
+        no_thread();
+        let (fd, base, count) = (self.io.file.as_raw_fd(), self.iovecs.as_ptr(), self.iovecs.len() as i32);
+        let call = if self.io.write { libc::pwritev } else { libc::preadv };
+        // SAFETY: `kept` keeps what the iovecs point to mapped.
+        let result = unsafe { call(fd, base, count, self.io.offset as i64) };
+        match result {
+            -1 => -io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO),
+            // The kernel moves 2 GiB at most.
+            bytes => bytes as i32,
+        }
+    }
+
     /// Writes the reply without the data, which is there. `result`: bytes, or a negative errno.
     fn answer(self, result: i32) -> Used {
         let (head, len) = self.io.reply(result);
@@ -174,5 +191,38 @@ impl UnderWay {
         let len = if written.is_ok() { len } else { 0 };
         chain::mark_dirty(&self.kept, &self.segments, len as usize);
         Used { head: self.head, len }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use super::*;
+    use crate::device::region::{Memory, Tables};
+    use crate::fuse::metrics::LateMeter;
+
+    #[test]
+    fn what_the_kernel_has_no_thread_for_is_done_here() {
+        let file = tempfile::tempfile().unwrap();
+        file.write_at(b"0123456789", 0).unwrap();
+        let mut data = *b"abcd";
+        let io = |write, offset| {
+            let file = file.try_clone().unwrap().into();
+            Io { unique: 0, file, offset, write, long: true, meter: LateMeter::default() }
+        };
+        let mut under_way = |write, offset, len| UnderWay {
+            head: 0,
+            segments: Vec::new(),
+            iovecs: vec![iovec { iov_base: data.as_mut_ptr().cast(), iov_len: len }],
+            io: io(write, offset),
+            kept: Tables::new(Memory::new()).keep(),
+        };
+        assert_eq!(under_way(true, 8, 4).do_here(), 4);
+        assert_eq!(under_way(false, 6, 4).do_here(), 4);
+        assert_eq!(under_way(true, u64::MAX, 4).do_here(), -libc::EINVAL);
+        let mut all = [0; 12];
+        file.read_exact_at(&mut all, 0).unwrap();
+        assert_eq!((&all, &data), (b"01234567abcd", b"67ab"));
     }
 }

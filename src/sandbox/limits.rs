@@ -1,8 +1,12 @@
-//! The limit of open files (`--rlimit-nofile`).
+//! The limit of open files (`--rlimit-nofile`), and those of threads.
 
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use std::process::exit;
+use std::thread;
 
-use super::{Error, Step};
+use rustix::process::{Resource, Rlimit, WaitOptions, getrlimit, setrlimit, waitpid};
+
+use super::sys::{Forked, fork};
+use super::{Error, Step, cgroup};
 use crate::limits::FILE_MAX_SHARE;
 
 /// The default, as in virtiofsd: each open file takes a descriptor, and without file handles each known inode too.
@@ -48,6 +52,43 @@ fn set(current: u64, maximum: u64) -> rustix::io::Result<u64> {
 /// A number from /proc/sys/fs.
 fn sysctl(name: &str) -> Option<u64> {
     std::fs::read_to_string(format!("/proc/sys/fs/{name}")).ok()?.trim().parse().ok()
+}
+
+/// Sees whether the process may have so many threads and processes, itself among them. To be called while it has one
+/// thread.
+///
+/// # Errors
+/// Says which limit is in the way.
+pub fn check_threads(wanted: usize) -> Result<(), Error> {
+    let start = || thread::Builder::new().stack_size(TRIAL_STACK).spawn(loop_for_ever).is_ok();
+    let got = match fork() {
+        Ok(Forked::Child) => exit(if (2..wanted).all(|_| start()) { 0 } else { 1 }),
+        Ok(Forked::Parent(pid)) => {
+            let ended = waitpid(Some(pid), WaitOptions::empty()).step("try to start threads")?;
+            ended.is_some_and(|(_, status)| status.exit_status() == Some(0))
+        }
+        Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => false,
+        Err(e) => return Err(e).step("try to start threads"),
+    };
+    if got {
+        return Ok(());
+    }
+    let of_user = getrlimit(Resource::Nproc).current;
+    let limit = match (cgroup::threads().filter(|limit| limit.left() < wanted as u64), of_user) {
+        (Some(limit), _) => limit.to_string(),
+        (None, Some(limit)) => format!("RLIMIT_NPROC is {limit} for all processes of the user"),
+        (None, None) => "see pids.max of its control groups, kernel.threads-max and kernel.pid_max".into(),
+    };
+    Err(Error::Other(format!("the daemon needs {wanted} processes and threads, and may not have them: {limit}")))
+}
+
+/// Stack of a thread that does nothing, in bytes. The system raises it where it needs more.
+const TRIAL_STACK: usize = 16 << 10;
+
+fn loop_for_ever() {
+    loop {
+        thread::park();
+    }
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@
 //! threads.
 
 pub mod caps;
+pub mod cgroup;
 pub mod limits;
 mod namespace;
 pub mod seccomp;
