@@ -22,21 +22,13 @@ start_window_guest() {
     guest_pid=$!
 }
 
-# window_logs_are_clean DIRECTORY: with a DAX window, ignores two warnings of Linux 7.2's own DAX code: when it drops mapped inodes,
-# and when copy_file_range(2) writes to a mapped file.
-window_logs_are_clean() {
-    [[ ${window_options[*]} != *--dax-window* ]] ||
-        sed -i '/WARNING: .* at \(dax_disassociate_entry\|truncate_folio_batch_exceptionals\)/,/end trace/d' "$1/console.log"
-    logs_are_clean "$1"
-}
-
 # finish_window_guest NAME: waits for the guest, which must succeed, and checks its logs.
 finish_window_guest() {
     local status=0
     wait "$guest_pid" || status=$?
     cat "$work/$1.out"
     ((status == 0)) || fail "the guest '$1' ended with status $status"
-    window_logs_are_clean "$work/$1.logs"
+    logs_are_clean "$work/$1.logs"
 }
 
 # The guest may call these: control NAME PATH prints what a daemon's control socket answers; requests NAME [OPCODE]... prints how many requests a daemon got; live_mappings
