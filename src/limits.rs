@@ -29,9 +29,9 @@ pub const DAEMON_MEMORY: u64 = 512 << 20;
 /// holds it (tests/neighbours).
 pub const DAEMON_THREADS: u64 = 1024;
 
-/// Processes and threads that a daemon cannot do without, besides one for each request queue: the process that waits
-/// for it, its main thread, and one each for the log, the watch, the sweep, the frontend, the high priority queue, and
-/// requests that wait for other processes. The rest are there if the host gives them. A test holds it.
+/// Processes and threads that a daemon cannot do without: the process that waits for it, its main thread, and one each
+/// for the log, the watch, the sweep, the frontend, the queues, and requests that wait for other processes. The rest
+/// are there if the host gives them. A test holds it.
 pub const LEAST_THREADS: usize = 8;
 
 /// How many more it takes with a window: four of the window process, the mapper, and the events.
@@ -223,8 +223,6 @@ counted! {
     Locks = "locks",
     /// [`LOCK_THREADS`]
     LockThreads = "lock_threads",
-    /// Threads that the host gives: a queue has none of its own.
-    Workers = "workers",
     /// [`DEPUTIES`]
     Deputies = "deputies",
     /// A thread that the host did not give: RLIMIT_NPROC, pids.max.

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
-use thruway::device::doors::{Crew, Lookout, Memory, RegionState, Service, Tables, Vring, Workers};
+use thruway::device::doors::{Crew, Lookout, Memory, Pools, RegionState, Service, Tables, Vring, Workers};
 use thruway::device::{Handler, Urings};
 use thruway::fuse::ops::Wait;
 use thruway::fuse::{Transport, WayBack, Work};
@@ -97,7 +97,12 @@ impl Kept {
             }
         });
         let workers = Arc::new(Workers {
-            service: Arc::new(Service { handler: Arc::default(), mem, pools: Arc::default(), waiting: Arc::default() }),
+            service: Arc::new(Service {
+                handler: Arc::default(),
+                mem,
+                pools: Pools::new().unwrap(),
+                waiting: Arc::default(),
+            }),
             closing: AtomicBool::new(false),
             logging: AtomicBool::new(true),
             urings: Arc::new(Urings::none()),

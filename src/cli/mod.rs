@@ -129,7 +129,8 @@ pub struct Options {
     /// --cache=auto the guest then drops a file's cached contents up to a second after a change, when it sees the new
     /// time or size. --no-open without a value is --no-open=always. It has no effect with --posix-lock, --flock, or
     /// window passthrough, and on a read-only share for directories only. docs/caching.md says more.
-    #[arg(help_heading = "Caching", long, require_equals = true, num_args = 0..=1, default_value = "auto", default_missing_value = "always")]
+    #[arg(help_heading = "Caching", long, require_equals = true, num_args = 0..=1, default_value = "auto",
+          default_missing_value = "always")]
     pub no_open: NoOpen,
 
     /// How long a guest with thruway-guest keeps names and attributes, in seconds; 0: as --cache says
@@ -205,13 +206,15 @@ pub struct Options {
     /// Support POSIX access control lists (implies --xattr)
     ///
     /// auto: if the guest supports them. always: refuse a guest that does not; the same as --posix-acl without a value.
-    #[arg(help_heading = "Files", long, require_equals = true, num_args = 0..=1, default_value = "never", default_missing_value = "always")]
+    #[arg(help_heading = "Files", long, require_equals = true, num_args = 0..=1, default_value = "never",
+          default_missing_value = "always")]
     pub posix_acl: Offer,
 
     /// Support security labels (SELinux) (implies --xattr)
     ///
     /// The values are those of --posix-acl.
-    #[arg(help_heading = "Files", long, require_equals = true, num_args = 0..=1, default_value = "never", default_missing_value = "always")]
+    #[arg(help_heading = "Files", long, require_equals = true, num_args = 0..=1, default_value = "never",
+          default_missing_value = "always")]
     pub security_label: Offer,
 
     /// Apply the guest's fcntl locks to the files on the host, so that the host and other guests see them
@@ -230,7 +233,8 @@ pub struct Options {
     /// (mandatory)
     ///
     /// This saves descriptors, and NFS leaves no .nfs files when an open file is removed. It needs CAP_DAC_READ_SEARCH.
-    #[arg(help_heading = "Files", long, default_value = "prefer", value_parser = parse_file_handles, value_name = "never|prefer|mandatory")]
+    #[arg(help_heading = "Files", long, default_value = "prefer", value_parser = parse_file_handles,
+          value_name = "never|prefer|mandatory")]
     pub inode_file_handles: FileHandles,
 
     /// Give the guest a DAX window of this size, for example 1G, through which it maps files; 0: no window
@@ -239,7 +243,8 @@ pub struct Options {
     /// memory regions: docs/dax.md has the command for QEMU. The daemon needs CAP_SYS_ADMIN and Linux 6.9. Without them
     /// it warns and starts without a window. With SIZE,required it fails instead. A guest with -o dax=inode maps no
     /// more files than fit into four fifths of the window.
-    #[arg(help_heading = "Windows", long, value_name = "SIZE[,required]", default_value = "0", value_parser = parse_window)]
+    #[arg(help_heading = "Windows", long, value_name = "SIZE[,required]", default_value = "0",
+          value_parser = parse_window)]
     pub dax_window: WindowSize,
 
     /// Give a guest with the patches of guest-kernel/ a window of this size, through which it reads, writes and maps
@@ -249,7 +254,8 @@ pub struct Options {
     /// eight when it has grown; --dax-window uses one for each 2M. The two windows' sizes together must be a power of
     /// two. 2M of this window hold its table. The needs of the frontend and the host, and SIZE,required, are as for
     /// --dax-window. --writeback has no effect with this window.
-    #[arg(help_heading = "Windows", long, value_name = "SIZE[,required]", default_value = "0", value_parser = parse_window)]
+    #[arg(help_heading = "Windows", long, value_name = "SIZE[,required]", default_value = "0",
+          value_parser = parse_window)]
     pub passthrough_window: WindowSize,
 
     /// The smallest file that goes through the passthrough window: messages are faster for smaller files
@@ -627,7 +633,7 @@ impl Options {
         let window = self.dax_window.size > 0 || self.passthrough_window.size > 0;
         let more = [(window, limits::WINDOW_THREADS), (self.control_path.is_some(), 1)];
         let more: usize = more.iter().filter(|(has, _)| *has).map(|(_, threads)| threads).sum();
-        limits::LEAST_THREADS + usize::from(self.num_request_queues) + more
+        limits::LEAST_THREADS + more
     }
 
     /// The settings of the file system.

@@ -52,8 +52,8 @@ pub fn no_thread() {
     Limit::Threads.reached();
     SAID.call_once(|| {
         tracing::warn!(
-            "the host gives the daemon no more threads (pids.max of its control group, or RLIMIT_NPROC): a request \
-             that takes long holds up its queue, and locks that have to wait may fail"
+            "the host gives the daemon no more threads (pids.max of its control group, or RLIMIT_NPROC): queues \
+             share a thread, a request that takes long holds them up, and locks that have to wait may fail"
         );
     });
 }

@@ -13,9 +13,9 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use super::config::Role;
 use super::crew::Worker;
 use super::handler::Handler;
+use super::pool::no_thread;
 use super::queue::Workers;
 use super::ring::Ring;
-use crate::limits::Limit;
 
 /// What has woken a worker. Lookout's events are [`ALL`](super::lookout::ALL).
 const KICK: u64 = 1;
@@ -44,15 +44,9 @@ impl<H: Handler> Workers<H> {
             }
             match self.hire(ring, index) {
                 Ok(worker) => workers[index] = Some(worker),
-                Err(e) => {
+                Err(_) => {
                     drop(workers);
-                    if Limit::Workers.times() == 0 {
-                        tracing::warn!(
-                            "there is no thread for queue {index} ({e}): the queues without one share a thread. \
-                             Allow the daemon more threads (RLIMIT_NPROC, TasksMax=, --pids-limit)"
-                        );
-                    }
-                    Limit::Workers.reached();
+                    no_thread();
                     return self.drain(ring, index);
                 }
             }
