@@ -3,6 +3,7 @@
 //! Each test has its own process, since only a process with one thread can start the window process. The program also
 //! runs itself as the host process of a test.
 
+mod cgroup;
 mod processes;
 
 use std::fs::{self, File, OpenOptions};
@@ -55,6 +56,7 @@ const TESTS: &[(&str, fn())] = &[
     ("the_daemons_truncations_do_not_wait", the_daemons_truncations_do_not_wait),
     ("two_ids_of_one_file_are_both_revoked", two_ids_of_one_file_are_both_revoked),
     ("a_truncation_waits_for_the_deadline_at_most", a_truncation_waits_for_the_deadline_at_most),
+    ("a_frozen_daemon_holds_up_nobody_for_long", a_frozen_daemon_holds_up_nobody_for_long),
     ("nothing_hangs_under_load", nothing_hangs_under_load),
     ("nothing_is_left_of_closed_files", nothing_is_left_of_closed_files),
     ("the_process_can_do_little", the_process_can_do_little),
@@ -500,6 +502,38 @@ fn a_truncation_waits_for_the_deadline_at_most() {
     finish(host);
     assert!(start.elapsed() >= SOON);
     assert_eq!(file.metadata().unwrap().len(), 0);
+}
+
+/// Whoever freezes the daemon's control group does not freeze its guard.
+fn a_frozen_daemon_holds_up_nobody_for_long() {
+    let mut frozen = 0;
+    for (file, freeze, thaw) in [("cgroup.freeze", "1", "0"), ("freezer.state", "FROZEN", "THAWED")] {
+        let Some(group) = cgroup::Group::new(file) else { continue };
+        let dir = TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let path = dir.path().join("file");
+        fs::write(&path, [b'r'; SIZE]).unwrap();
+        // It is not in the group. It stops the daemon, which is this process, and has it go on in the end.
+        let script = "read -r _; echo $2 >$1; timeout 100 cat $0 >/dev/null && timeout 100 truncate -s 0 $0; end=$?; \
+                      echo $3 >$1; exit $end";
+        let mut host = Command::new("sh");
+        host.args(["-c", script]).arg(&path).arg(group.0.join(file)).args([freeze, thaw]);
+        let mut host = host.stdin(Stdio::piped()).spawn().unwrap();
+        group.set("cgroup.procs", 0);
+        let proxy = proxy::start(GuardMode::Fanotify, SOON, seccomp::Action::Kill).unwrap_or_else(|e| skip(e));
+        if let Guard::Off(reason) = proxy.guard() {
+            skip(reason);
+        }
+        let opened = proxy.open(ID, Kind::Through, read_write(&path).as_fd()).unwrap();
+        let _mapping = Mapping::new(opened.fd, 0);
+        drop(host.stdin.take());
+        finish(host);
+        assert_eq!((proxy.shared_group(), fs::metadata(&path).unwrap().len()), (None, 0));
+        fs::write(group.0.join("../cgroup.procs"), "0").unwrap();
+        frozen += 1;
+    }
+    if frozen == 0 {
+        skip("there are no control groups");
+    }
 }
 
 fn nothing_hangs_under_load() {

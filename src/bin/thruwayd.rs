@@ -169,6 +169,12 @@ fn start_proxy(options: &Options) -> Result<(Option<Proxy>, String), Box<dyn Err
             if let (Guard::Off(_), GuardMode::Fanotify) = (proxy.guard(), options.window_guard) {
                 tracing::warn!("{}", proxy.guard());
             }
+            if let Some(why) = proxy.shared_group() {
+                tracing::warn!(
+                    "if the daemon's control group is frozen or its CPU is limited, host processes wait that open or \
+                     change mapped files: their guard cannot leave {why}"
+                );
+            }
             Ok((Some(proxy), String::new()))
         }
         Err(error) if required => Err(format!("cannot create a window: {error}").into()),

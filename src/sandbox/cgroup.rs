@@ -2,7 +2,14 @@
 
 use std::fmt;
 use std::fs::read_to_string;
+use std::io;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+
+use rustix::fs::{Access, AtFlags, Mode, OFlags, accessat, mkdirat, openat};
+use rustix::io::Errno;
+use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsconfig_set_flag, fsmount, fsopen};
+use rustix::process::Pid;
 
 /// A limit of a control group.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -61,11 +68,47 @@ fn groups(controller: &str) -> Vec<PathBuf> {
     parsed.flat_map(|(top, below)| ancestors(&top, &below)).collect()
 }
 
-/// The process's group of the second version, and the topmost one that can be seen.
-pub fn unified() -> Option<(PathBuf, PathBuf)> {
-    let (mounts, mine) = (read_to_string("/proc/self/mountinfo").ok()?, read_to_string("/proc/self/cgroup").ok()?);
-    let parsed = mounts.lines().filter(|mount| mount.contains(" - cgroup2 "));
-    parsed.filter_map(|mount| group(mount, &mine, "")).next().map(|(top, below)| (top.join(below), top))
+/// The group that [`set_apart`] makes, one for all daemons.
+pub const APART: &str = "thruway-guard";
+
+/// Moves a process into a group at the top, so that nothing that is done to this process's groups stops or slows it.
+/// Needs CAP_SYS_ADMIN: it mounts the groups, attached nowhere, since /sys/fs/cgroup may be read-only.
+///
+/// # Errors
+/// Says which group it cannot leave.
+pub fn set_apart(pid: Pid) -> Result<(), String> {
+    let mine = read_to_string("/proc/self/cgroup").map_err(|e| format!("/proc/self/cgroup: {e}"))?;
+    let stops = |list: &str| list.is_empty() || list.split(',').any(|one| one == "freezer" || one == "cpu");
+    let lists = mine.lines().filter_map(|line| line.split(':').nth(1)).filter(|list| stops(list));
+    let named = |list: &str| if list.is_empty() { String::new() } else { format!(" ({list})") };
+    let all = lists.map(|list| leave(list, pid).map_err(|e| format!("the control group{}: {e}", named(list))));
+    // Each is left that can be.
+    all.fold(Ok(()), Result::and)
+}
+
+/// Leaves the groups with these controllers. None: those of the second version.
+fn leave(list: &str, pid: Pid) -> io::Result<()> {
+    let top = mount(list)?;
+    // The topmost of all groups cannot be stopped, and has no such file. That of a container has it.
+    let has = |file| accessat(&top, file, Access::EXISTS, AtFlags::empty()).is_ok();
+    let is_real = if list.is_empty() { !has("cgroup.freeze") } else { has("cgroup.sane_behavior") };
+    match mkdirat(&top, APART, Mode::from(0o755)) {
+        Ok(()) | Err(Errno::EXIST) => {}
+        Err(e) => return Err(e.into()),
+    }
+    let procs = openat(&top, format!("{APART}/cgroup.procs"), OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty())?;
+    rustix::io::write(procs, pid.as_raw_nonzero().to_string().as_bytes())?;
+    if is_real { Ok(()) } else { Err(io::Error::other("it is a container's")) }
+}
+
+/// Mounts a hierarchy once more, attached nowhere.
+fn mount(list: &str) -> io::Result<OwnedFd> {
+    let context = fsopen(if list.is_empty() { "cgroup2" } else { "cgroup" }, FsOpenFlags::FSOPEN_CLOEXEC)?;
+    list.split(',').filter(|one| !one.is_empty()).try_for_each(|one| fsconfig_set_flag(&context, one))?;
+    fsconfig_create(&context)?;
+    let attributes =
+        MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV | MountAttrFlags::MOUNT_ATTR_NOEXEC;
+    Ok(fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, attributes)?)
 }
 
 /// `below` and what is above it, up to `top`.

@@ -29,13 +29,15 @@ impl Group {
         fs::write(self.0.join(file), value.to_string()).unwrap();
     }
 
+    // Not all test programs use it.
+    #[allow(dead_code)]
     pub fn get(&self, file: &str) -> String {
         fs::read_to_string(self.0.join(file)).unwrap().trim().to_owned()
     }
 
+    /// A command that runs another one in the group.
     // Not all test programs use it.
     #[allow(dead_code)]
-    /// A command that runs another one in the group.
     pub fn command(&self, program: &str) -> Command {
         let mut command = Command::new("sh");
         command.args(["-c", "echo $$ >\"$0/cgroup.procs\" && exec \"$@\""]).arg(&self.0).arg(program);

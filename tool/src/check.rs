@@ -153,9 +153,15 @@ type Windows = std::result::Result<Proxy, sandbox::Error>;
 
 fn host(shared_dir: &Path, windows: &Windows, qemu: &str) -> [(Need, Found); 5] {
     let guard = match windows {
-        Ok(proxy) => match proxy.guard() {
-            Guard::On => Ok("host processes that truncate a mapped file wait until the guest has let go of it".into()),
-            Guard::Off(why) => missing(
+        Ok(proxy) => match (proxy.guard(), proxy.shared_group()) {
+            (Guard::On, None) => {
+                Ok("host processes that truncate a mapped file wait until the guest has let go of it".into())
+            }
+            (Guard::On, Some(why)) => Ok(format!(
+                "host processes that truncate a mapped file wait until the guest has let go of it, and all that open \
+                 one wait while the daemon's control group is frozen: the guard cannot leave {why}"
+            )),
+            (Guard::Off(why), _) => missing(
                 why,
                 "Linux 6.14 or later with CONFIG_FANOTIFY_ACCESS_PERMISSIONS, run as root in the host's process \
                  namespace",

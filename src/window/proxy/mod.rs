@@ -97,6 +97,7 @@ pub struct Proxy {
     notices: OwnedFd,
     guard: Guard,
     pid: Pid,
+    shared_group: Option<String>,
 }
 
 /// How long a host process waits for the end of a mapping. The guest's part takes milliseconds; a service on the host
@@ -179,6 +180,12 @@ impl Proxy {
     /// Whether there is a guard.
     pub fn guard(&self) -> &Guard {
         &self.guard
+    }
+
+    /// If there is a guard that shares a control group with the daemon: why. Who stops or slows that group then stops
+    /// or slows host processes that open mapped files.
+    pub fn shared_group(&self) -> Option<&str> {
+        self.shared_group.as_deref().filter(|_| self.guard == Guard::On)
     }
 
     /// The window process. It is a child of the process that called [`start`].

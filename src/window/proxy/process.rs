@@ -30,7 +30,7 @@ use super::shared::Shared;
 use super::{Guard, GuardMode, Proxy};
 use crate::sandbox::seccomp::{self, Condition};
 use crate::sandbox::sys::{Forked, fork, unshare};
-use crate::sandbox::{Error, Step, caps as capabilities, pivot_into};
+use crate::sandbox::{Error, Step, caps as capabilities, cgroup, pivot_into};
 use crate::window::sys;
 
 /// Calls that the window process makes.
@@ -71,8 +71,9 @@ pub fn start(guard: GuardMode, deadline: Duration, action: seccomp::Action) -> R
         Forked::Child => Setup { fuse, root, calls: theirs, notices: their_notices }.run(guard, deadline, action),
     };
     drop((fuse, root, theirs, their_notices));
+    let shared_group = cgroup::set_apart(pid).err();
     match hear(&calls) {
-        Ok(guard) => Ok(Proxy { calls: calls.into(), notices, guard, pid }),
+        Ok(guard) => Ok(Proxy { calls: calls.into(), notices, guard, pid, shared_group }),
         Err(e) => {
             let _ = waitpid(Some(pid), WaitOptions::empty());
             Err(e)
