@@ -323,6 +323,7 @@ impl Process {
         std::fs::write(share.join("f"), "contents").unwrap();
         let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_thruwayd"));
         command.args(["--sandbox", "none", "--shared-dir"]).arg(&share).arg("--socket-path").arg(&socket).args(args);
+        command.stderr(std::fs::File::create(dir.path().join("log")).unwrap());
         let child = command.spawn().unwrap();
         let end = std::time::Instant::now() + LONG;
         while std::os::unix::net::UnixStream::connect(&socket).is_err() {
@@ -345,6 +346,48 @@ impl Drop for Process {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// Descriptors that are only kept give way to files that the guest opens. Whoever closes a file can open another one.
+#[test]
+fn kept_descriptors_give_way_at_the_limit() {
+    const LIMIT: usize = 400;
+    let limit = format!("--rlimit-nofile={LIMIT}");
+    let daemon = Process::start(&["--keep-alive", "--num-request-queues=1", &limit]);
+    let names: Vec<_> = (0..LIMIT).map(|n| format!("many-{n}\0")).collect();
+    for name in &names {
+        std::fs::write(daemon.dir.path().join("share").join(name.trim_end_matches('\0')), "").unwrap();
+    }
+    let lookup = |name: &String| daemon.call::<EntryOut>(Opcode::Lookup, ROOT_ID, name.as_bytes()).unwrap().nodeid;
+    let nodes: Vec<_> = names.iter().map(lookup).collect();
+    let opening = |node| daemon.call::<OpenOut>(Opcode::Open, node, OpenIn::default().as_bytes());
+    let mut fhs = Vec::new();
+    let full = loop {
+        match opening(nodes[fhs.len()]) {
+            Ok(out) => fhs.push(out.fh),
+            Err(errno) => break errno,
+        }
+    };
+    assert_eq!(full, libc::ENFILE);
+    // The daemon has a few of them for itself besides its share.
+    let most = LIMIT - LIMIT / 4;
+    assert!((most - 40..most).contains(&fhs.len()), "{}", fhs.len());
+    for n in 0..100 {
+        let release = ReleaseIn { fh: fhs[n], ..Default::default() };
+        daemon.call::<[u8; 0]>(Opcode::Release, nodes[n], release.as_bytes()).unwrap();
+        fhs.push(opening(nodes[fhs.len()]).unwrap_or_else(|errno| panic!("{n}: {errno}")).fh);
+        assert_eq!(opening(nodes[n]).map(drop), Err(libc::ENFILE));
+    }
+    // The log has a thread of its own.
+    let end = std::time::Instant::now() + LONG;
+    let log = loop {
+        let log = std::fs::read_to_string(daemon.dir.path().join("log")).unwrap();
+        if log.contains("--rlimit-nofile)") || std::time::Instant::now() > end {
+            break log;
+        }
+    };
+    let lines: Vec<_> = log.lines().filter(|line| line.contains("--rlimit-nofile)")).collect();
+    assert!(lines.len() == 1 && lines[0].contains(&format!(": {most} of {LIMIT} are in use")), "{log}");
 }
 
 #[test]

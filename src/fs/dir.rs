@@ -1,7 +1,7 @@
 //! Listing directories.
 
 use std::ffi::CStr;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 
 use rustix::fs::{OFlags, SeekFrom, fdatasync, fsync, seek};
 use rustix::io::Errno;
@@ -196,7 +196,7 @@ impl Dirs for PassthroughFs {
             CachePolicy::Auto | CachePolicy::Never => OpenFlags::empty(),
             CachePolicy::Always | CachePolicy::Metadata => OpenFlags::KEEP_CACHE | OpenFlags::CACHE_DIR,
         };
-        self.places.fits(file.as_fd())?;
+        let file = self.places.fit(file)?;
         let fh = self.handles.insert(self.handle(&inode, file))?;
         Ok(OpenOut { fh, open_flags: open_flags.bits(), backing_id: 0 })
     }

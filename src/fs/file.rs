@@ -119,7 +119,7 @@ impl PassthroughFs {
             drop(inode.lend(&self.places, Spare::file(file, flags)));
             return reply.put(&out(OpenOut { fh: 0, open_flags: open_flags.bits(), backing_id: 0 }));
         }
-        self.places.fits(file.as_fd())?;
+        let file = self.places.fit(file)?;
         let entry = self.count(inode, file.as_fd(), flags);
         let mut handle = self.handle(inode, file);
         // With passthrough the guest may not drop its pages.

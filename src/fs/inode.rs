@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use rustix::fs::{OFlags, Statx, fcntl_setfl};
-use rustix::io::Errno;
+use rustix::io::{Errno, fcntl_dupfd_cloexec};
 use rustix::process::{Resource, getrlimit};
 
 use super::config::FileHandles;
@@ -399,7 +399,7 @@ impl Inode {
             self.settle(places);
             return Ok(());
         }
-        places.fits(fd.as_fd())?;
+        let fd = places.fit(fd)?;
         // This very request may be using a directory: a rename of a directory's entry over the directory, which will
         // fail. Another request may be opening a file, which must not be lost.
         let place = if self.format() == libc::S_IFDIR { self.place.try_write() } else { Some(self.place.write()) };
@@ -544,6 +544,10 @@ pub struct Places {
     mounts: Mounts,
     /// The first descriptor that the guest cannot have.
     end: RawFd,
+    /// How many the process may have.
+    limit: u64,
+    /// The log says that they are used up.
+    said_full: AtomicBool,
 }
 
 impl Drop for Places {
@@ -557,21 +561,39 @@ impl Places {
         let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
         let end = limit - limits::OWN_DESCRIPTORS.min(limit / 4);
         let end = RawFd::try_from(end).unwrap_or(RawFd::MAX);
-        Self { mode, kept: Kept::start(), mounts, end }
+        Self { mode, kept: Kept::start(), mounts, end, limit, said_full: AtomicBool::new(false) }
     }
 
     /// To be asked before a descriptor stays open for the guest. The kernel gives out the lowest free number, so the
-    /// number says how many are open.
+    /// number says how many are open. Descriptors that are only kept give way. Returns the descriptor, which may have
+    /// another number.
     ///
     /// # Errors
     /// ENFILE if only the daemon's own share of the descriptors is left.
-    pub fn fits(&self, fd: BorrowedFd) -> Result<()> {
-        if fd.as_raw_fd() < self.end {
-            return Ok(());
+    pub fn fit(&self, mut fd: OwnedFd) -> Result<OwnedFd> {
+        while fd.as_raw_fd() >= self.end {
+            if !self.kept.evict() {
+                limits::Limit::Descriptors.reached();
+                self.say_full();
+                return Err(Errno::NFILE);
+            }
+            // The number that is free now.
+            fd = fcntl_dupfd_cloexec(&fd, 0)?;
         }
-        limits::Limit::Descriptors.reached();
-        tracing::warn!("the guest has {} files open: more are refused (--rlimit-nofile)", self.end);
-        Err(Errno::NFILE)
+        Ok(fd)
+    }
+
+    /// Once, since a guest may come back to the limit at any time.
+    fn say_full(&self) {
+        if !self.said_full.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                "no descriptor is left for the guest: {} of {} are in use, and the daemon keeps the rest for itself; a \
+                 file that the guest has open takes one and, without file handles, each that it knows \
+                 (--rlimit-nofile)",
+                self.end,
+                self.limit
+            );
+        }
     }
 
     /// Whether inodes are held by handle.
@@ -587,8 +609,7 @@ impl Places {
         if let Some(handle) = self.handle(fd.as_fd())? {
             return Ok((Place::Handle(handle), Some(fd)));
         }
-        self.fits(fd.as_fd())?;
-        Ok((Place::Fd(fd), None))
+        Ok((Place::Fd(self.fit(fd)?), None))
     }
 
     /// How to hold a file that is open for I/O.
@@ -607,9 +628,7 @@ impl Places {
     /// # Errors
     /// ENFILE if there are too many descriptors.
     pub fn place_pinned(&self, fd: BorrowedFd) -> Result<Place> {
-        let fd = reopen(fd, OFlags::PATH)?;
-        self.fits(fd.as_fd())?;
-        Ok(Place::Fd(fd))
+        Ok(Place::Fd(self.fit(reopen(fd, OFlags::PATH)?)?))
     }
 
     fn handle(&self, fd: BorrowedFd) -> Result<Option<FileHandle>> {

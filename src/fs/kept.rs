@@ -44,6 +44,15 @@ pub enum GivenUp<S> {
     Gone(Option<S>),
 }
 
+impl<S> GivenUp<S> {
+    fn gone(self) -> Option<Option<S>> {
+        match self {
+            Self::Used => None,
+            Self::Gone(spare) => Some(spare),
+        }
+    }
+}
+
 /// Those that keep a descriptor, and a thread that closes what is not used.
 pub struct Kept<T> {
     state: Mutex<State<T>>,
@@ -123,6 +132,29 @@ impl<T: Keeper> Kept<T> {
             }
         }
         None
+    }
+
+    /// Closes one, used lately or not. False: all are in use at this moment.
+    pub fn evict(&self) -> bool {
+        // A sweep takes all keepers out.
+        let _sweeping = self.sweeping.lock();
+        let mut state = self.state.lock();
+        for _ in 0..state.keepers.len() {
+            let Some(first) = state.keepers.pop_front() else { break };
+            let keeper = first.upgrade();
+            // The second time it counts as not used lately.
+            let give_up = |keeper: &Arc<T>| (0..2).find_map(|_| keeper.give_up().gone());
+            let Some(spare) = keeper.as_ref().map_or(Some(None), give_up) else {
+                state.keepers.push_back(first);
+                continue;
+            };
+            self.count.fetch_sub(1, Ordering::Relaxed);
+            // Closed after the lock is released, since close(2) may take long.
+            drop(state);
+            drop((keeper, spare));
+            return true;
+        }
+        false
     }
 
     /// Closes what was not used since the last sweep.

@@ -304,9 +304,7 @@ impl PassthroughFs {
         let flags = rustix::fs::fcntl_getfl(handle.fd())? & OFlags::ACCMODE;
         // NONBLOCK: does not wait for the holder of a lease.
         let open = |flags| reopen(handle.fd(), flags | OFlags::NONBLOCK);
-        let file = Arc::new(open(OFlags::RDWR).or_else(|_| open(flags))?);
-        self.places.fits(file.as_fd())?;
-        Ok(file)
+        Ok(Arc::new(self.places.fit(open(OFlags::RDWR).or_else(|_| open(flags))?)?))
     }
 
     fn set_posix(&self, handle: &Handle, unique: u64, lk: &LkIn, wait: bool) -> Result<Option<LockWait>> {
