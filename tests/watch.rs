@@ -6,26 +6,35 @@
 mod listening;
 mod processes;
 
+use std::collections::HashMap;
+use std::ffi::CString;
 use std::fs;
+use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 use std::sync::Arc;
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use listening::Listening;
 use processes::{run_mounting, skip, this};
 use rustix::fs::{Mode, OFlags};
-use thruway::fs::{Config, PassthroughFs, proc_self_fd};
+use thruway::fs::{Config, FileHandles, PassthroughFs, proc_self_fd};
+use thruway::fuse::Reply;
 use thruway::fuse::abi::*;
-use thruway::fuse::ops::{Attrs, Control, Names};
+use thruway::fuse::ops::{Attrs, Caller, Control, Creator, Files, Names, Xattrs};
 use thruway::watch::Watch;
 use thruway_guest::protocol::{Change, Place, ops};
+use zerocopy::FromBytes;
 
 type Test = fn(&Path);
 
-const TESTS: &[(&str, Test)] =
-    &[("every_change_is_told", every_change_is_told), ("nested_file_systems", nested_file_systems)];
+const TESTS: &[(&str, Test)] = &[
+    ("every_change_is_told", every_change_is_told),
+    ("changes_by_handle_are_told", changes_by_handle_are_told),
+    ("nested_file_systems", nested_file_systems),
+];
 
 /// The last is a subvolume, with a file system id of its own.
 const DISKS: &[&str] = &["ext4", "xfs", "f2fs", "tmpfs", "btrfs", "btrfs-subvolume"];
@@ -49,6 +58,7 @@ fn main() -> ExitCode {
     match args.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["--run", name, disk, user] => on_disk(name, disk, user),
         ["--inside", name, share] => test_of(name)(Path::new(share)),
+        ["--other", share] => serve_other(Path::new(share)),
         _ => return run(args.iter().find(|arg| !arg.starts_with('-')).map_or("", String::as_str)),
     }
     ExitCode::SUCCESS
@@ -188,7 +198,12 @@ impl World {
 
     fn with_watch(share: &Path, watch: Option<Watch>) -> Self {
         let root = rustix::fs::open(share, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap();
-        let config = Config { lease_timeout: Duration::from_secs(LEASE), ..Config::default() };
+        let config = Config {
+            inode_file_handles: FileHandles::Prefer,
+            lease_timeout: Duration::from_secs(LEASE),
+            xattr: true,
+            ..Config::default()
+        };
         let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), config).unwrap();
         let fs = fs.with_watch(watch).unwrap();
         fs.enter_thread();
@@ -202,7 +217,7 @@ impl World {
     }
 
     fn look(&self, dir: u64, name: &str) -> EntryOut {
-        self.fs.lookup(dir, &std::ffi::CString::new(name).unwrap()).unwrap()
+        self.fs.lookup(dir, &CString::new(name).unwrap()).unwrap()
     }
 
     /// Looks a name up. It is leased: at once or, if an event was handled meanwhile, later.
@@ -278,6 +293,123 @@ fn every_change_is_told(share: &Path) {
     for (command, expected) in cases {
         world.host(command);
         world.hears(command, &expected);
+    }
+}
+
+/// The daemon of another guest changes files by handle, which this host's kernel has dropped from its cache of names.
+fn changes_by_handle_are_told(share: &Path) {
+    let world = World::new(share);
+    world.host("mkdir d e && for n in $(seq 300); do echo $n >d/$n; done && echo f >d/f && echo g >d/g");
+    let mut other = this(&["--other"]).arg(share).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let mut answers = BufReader::new(other.stdout.take().unwrap()).lines();
+    let mut orders = other.stdin.take().unwrap();
+    let mut order = |words: &str| {
+        writeln!(orders, "{words}").unwrap();
+        assert_eq!(answers.next().unwrap().unwrap(), "done", "{words}");
+    };
+    // The other guest moves it, and looks it up nowhere.
+    order("know d/f");
+    order("know d/g");
+    order("move d/g e/g");
+    let (d, e) = (world.leased(ROOT_ID, "d").nodeid, world.leased(ROOT_ID, "e").nodeid);
+    for (dir, name, file) in [(d, "f", "d/f"), (e, "g", "d/g")] {
+        let node = world.leased(dir, name).nodeid;
+        for (change, told) in [
+            ("chmod", ops::ATTRIBUTES),
+            ("append", ops::CONTENTS),
+            ("truncate", ops::CONTENTS),
+            ("open", ops::CONTENTS),
+            ("setxattr", ops::ATTRIBUTES),
+        ] {
+            world.leased(dir, name);
+            forget_names();
+            order(&format!("{change} {file}"));
+            world.hears(&format!("{change} {file}"), &[of(told, node)]);
+        }
+    }
+    drop(orders);
+    assert!(other.wait().unwrap().success());
+}
+
+/// Has this host's kernel forget the names of files, as far as it can. A daemon without privileges opens no file by
+/// handle.
+fn forget_names() {
+    // The daemon keeps a descriptor for a second or two.
+    let open = || {
+        let all = fs::read_dir("/proc/self/fd").unwrap().flatten().filter_map(|fd| fs::read_link(fd.path()).ok());
+        all.into_iter().find(|path| path.starts_with("/mnt/share") && path.is_file())
+    };
+    if !rustix::process::geteuid().is_root() {
+        return;
+    }
+    let start = Instant::now();
+    while let Some(file) = open() {
+        assert!(start.elapsed() < LONG, "{} stays open", file.display());
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    // A name that was just used gets a second chance.
+    for _ in 0..3 {
+        fs::write("/proc/sys/vm/drop_caches", "2").unwrap();
+    }
+}
+
+/// The `fh` of a file that the guest opens.
+fn open(fs: &PassthroughFs, node: u64, flags: i32) -> u64 {
+    let (send, sent) = channel();
+    let mut reply = Reply::late(1, Box::new(move |reply: Vec<u8>| send.send(reply).unwrap()));
+    let open = OpenIn { flags: flags as u32, open_flags: 0 };
+    let opened = fs.open(node, &open, Caller { uid: 0, gid: 0 }, true, &mut reply);
+    reply.finish(opened);
+    let reply = sent.recv().unwrap();
+    let (header, body) = OutHeader::read_from_prefix(&reply).unwrap();
+    assert_eq!(header.error, 0);
+    OpenOut::read_from_bytes(body).unwrap().fh
+}
+
+/// The daemon of another guest, which has no agent. Each line of its input is an order.
+fn serve_other(share: &Path) {
+    let world = World::with_watch(share, None);
+    let mut known = HashMap::new();
+    let c = |name: &str| CString::new(name).unwrap();
+    for line in std::io::stdin().lines() {
+        let line = line.unwrap();
+        let words: Vec<&str> = line.split(' ').collect();
+        let set = |valid: SetattrValid| SetattrIn { valid: valid.bits(), mode: 0o640, size: 1, ..Default::default() };
+        let by = Caller { uid: 0, gid: 0 };
+        let (dir, name) = words[1].split_once('/').unwrap();
+        match words[0] {
+            "know" => {
+                let dir = world.look(ROOT_ID, dir).nodeid;
+                known.insert(words[1].to_owned(), world.look(dir, name).nodeid);
+            }
+            "move" => {
+                let (to, new) = words[2].split_once('/').unwrap();
+                let [from, to] = [dir, to].map(|dir| world.look(ROOT_ID, dir).nodeid);
+                let by = Creator { uid: 0, gid: 0, umask: 0, group: None, label: None };
+                world.fs.rename(from, &c(name), to, &c(new), 0, &by).unwrap();
+            }
+            change => {
+                forget_names();
+                let node = known[words[1]];
+                let open = |flags: i32, used: &dyn Fn(u64)| {
+                    let fh = open(&world.fs, node, flags);
+                    used(fh);
+                    world.fs.release(node, &ReleaseIn { fh, ..Default::default() }).unwrap();
+                };
+                match change {
+                    "chmod" => drop(world.fs.setattr(node, &set(SetattrValid::MODE), by).unwrap()),
+                    "truncate" => drop(world.fs.setattr(node, &set(SetattrValid::SIZE), by).unwrap()),
+                    "setxattr" => world.fs.setxattr(node, c"user.name", b"value", 0, None).unwrap(),
+                    "open" => open(libc::O_WRONLY | libc::O_TRUNC, &|_| ()),
+                    "append" => open(libc::O_WRONLY, &|fh| {
+                        let fallocate = FallocateIn { fh, length: 9, ..Default::default() };
+                        world.fs.fallocate(node, &fallocate).unwrap();
+                    }),
+                    other => panic!("{other}"),
+                }
+            }
+        }
+        println!("done");
     }
 }
 

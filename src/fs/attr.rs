@@ -214,6 +214,7 @@ impl Attrs for PassthroughFs {
         {
             return Ok(self.attr_out(&inode, &last, false));
         }
+        let _named = self.named(&inode);
         inode.with_fd(&self.places, |fd| {
             self.change(fd, attr, by, &inode)?;
             let (st, leased) = self.look(&inode, || stat(fd, c""))?;

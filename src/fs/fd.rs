@@ -3,7 +3,7 @@
 use std::ffi::CStr;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 
-use rustix::fs::{AtFlags, CWD, Mode, OFlags, Statx, StatxFlags, openat, statx};
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, Statx, StatxFlags, openat, readlinkat_raw, statx};
 
 use crate::fuse::ops::Result;
 
@@ -24,6 +24,15 @@ pub fn open_path(dir: BorrowedFd, name: &CStr) -> Result<OwnedFd> {
 /// Opens the file of a descriptor again, which may be O_PATH.
 pub fn reopen(fd: BorrowedFd, flags: OFlags) -> Result<OwnedFd> {
     openat(CWD, FdPath::new(fd).as_cstr(), flags | OFlags::CLOEXEC, Mode::empty())
+}
+
+/// Whether the kernel knows a name by which this file is reached, which is no directory. It may not of one that was
+/// opened by handle: if no process has used its name lately, the kernel has dropped it from its memory. Then it tells
+/// the directory's marks (fanotify(7), inotify(7)) of no change by this descriptor. Such a file has the path "/".
+pub fn is_named(fd: BorrowedFd) -> bool {
+    // What does not fit is cut off.
+    let mut path = [0; 2];
+    !matches!(readlinkat_raw(CWD, FdPath::new(fd).as_cstr(), path.as_mut_slice()), Ok(1))
 }
 
 /// The path of a descriptor, relative to the workers' directory, /proc/self/fd.

@@ -211,6 +211,8 @@ impl PassthroughFs {
                 return self.opened(&inode, file, open.flags, reply, out);
             }
         }
+        let reads = open.flags & (libc::O_ACCMODE | libc::O_TRUNC) as u32 == libc::O_RDONLY as u32;
+        let named = if reads { None } else { self.named(&inode) };
         let opening = || {
             self.try_open(open.flags, |flags| match patient {
                 true => inode.open_waiting(&self.places, flags),
@@ -233,6 +235,7 @@ impl PassthroughFs {
                 file
             }
         };
+        drop(named);
         self.opened(&inode, file, open.flags, reply, out)
     }
 
@@ -517,7 +520,7 @@ impl Files for PassthroughFs {
         self.uncount(node);
         if handle.plain {
             if let Ok(inode) = self.inodes.get(node) {
-                inode.keep(&self.places, handle.into_fd(), true);
+                inode.keep_readable(&self.places, handle.into_fd());
             }
         }
         Ok(())

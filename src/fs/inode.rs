@@ -6,13 +6,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
-use rustix::fs::{OFlags, Statx, fcntl_setfl};
+use rustix::fs::{OFlags, RawDir, Statx, fcntl_setfl};
 use rustix::io::{Errno, fcntl_dupfd_cloexec};
 use rustix::process::{Resource, getrlimit};
 
 use super::config::FileHandles;
 use super::contents::Contents;
-use super::fd::{open_path, reopen, stat};
+use super::fd::{is_named, open_path, reopen, stat};
 use super::file_handle::{FileHandle, Mounts, keeps_name};
 use super::kept::{GivenUp, Keeper, Kept};
 use super::key::Key;
@@ -21,6 +21,9 @@ use super::sys;
 use crate::fuse::ops::Result;
 use crate::limits;
 use crate::watch::FileId;
+
+/// Bytes of a directory that are read at a time to find a name: some 1,000 entries, as glibc reads them.
+const LISTING: usize = 32 << 10;
 
 /// How to get at an inode's file.
 pub enum Place {
@@ -39,6 +42,8 @@ pub enum Place {
 pub struct Inode {
     pub id: u64,
     pub key: Key,
+    /// The nodeid of the directory that the file was found in last, or 0.
+    parent: AtomicU64,
     /// References that the guest holds. It becomes 0, and rises from 0, only while the table of inodes has its key
     /// locked.
     nlookup: AtomicU64,
@@ -103,6 +108,8 @@ pub struct Spare {
     fd: OwnedFd,
     /// How it is open: O_PATH, or an access mode with some of [`Spare::SPECIAL`].
     flags: OFlags,
+    /// It is known that the file [is named](is_named). The kernel keeps the name in its memory as long as this is open.
+    named: AtomicBool,
     /// Its position, if it is a directory that can be listed.
     listing: Option<Box<Mutex<DirState>>>,
 }
@@ -111,14 +118,21 @@ impl Spare {
     /// Flags without which a descriptor does not serve a request that asks for them, and the other way around.
     pub const SPECIAL: OFlags = OFlags::DIRECT.union(OFlags::NOATIME);
 
+    fn new(fd: OwnedFd, flags: OFlags, named: bool) -> Self {
+        Self { fd, flags, named: named.into(), listing: None }
+    }
+
     /// A file that is open with these flags.
     pub fn file(fd: OwnedFd, flags: OFlags) -> Self {
-        Self { fd, flags: flags & (OFlags::ACCMODE | Self::SPECIAL), listing: None }
+        // What the guest may write to was opened when it was named.
+        let named = flags & OFlags::ACCMODE != OFlags::RDONLY;
+        Self::new(fd, flags & (OFlags::ACCMODE | Self::SPECIAL), named)
     }
 
     /// A directory that is open for reading.
     pub fn dir(fd: OwnedFd, listings: &Arc<Listings>) -> Self {
-        Self { fd, flags: OFlags::RDONLY, listing: Some(Box::new(Mutex::new(DirState::new(listings)))) }
+        let listing = Some(Box::new(Mutex::new(DirState::new(listings))));
+        Self { listing, ..Self::new(fd, OFlags::RDONLY, false) }
     }
 
     pub fn fd(&self) -> BorrowedFd<'_> {
@@ -153,7 +167,17 @@ impl Spare {
         }
     }
 
+    fn is_named(&self) -> bool {
+        let named = self.named.load(Ordering::Relaxed) || is_named(self.fd());
+        self.named.store(named, Ordering::Relaxed);
+        named
+    }
+
     fn replaces(&self, old: &Spare) -> bool {
+        // A writable one is named.
+        if self.named.load(Ordering::Relaxed) && !old.named.load(Ordering::Relaxed) && old.listing.is_none() {
+            return true;
+        }
         self.rank() > old.rank() || self.rank() == old.rank() && self.flags != old.flags
     }
 }
@@ -182,6 +206,7 @@ impl Inode {
         Self {
             id,
             key,
+            parent: AtomicU64::new(0),
             nlookup: AtomicU64::new(nlookup),
             told_size: AtomicU64::new(0),
             contents: Contents::default(),
@@ -225,7 +250,7 @@ impl Inode {
                 }
                 let fd = handle.open(OFlags::PATH)?;
                 let result = f(fd.as_fd());
-                self.keep(places, fd, false);
+                self.keep(places, Spare::new(fd, OFlags::PATH, false));
                 result
             }
             Place::Name(..) => Err(Errno::STALE),
@@ -284,13 +309,71 @@ impl Inode {
         }
     }
 
-    /// Keeps a descriptor of its file, open for reading (`readable`) or O_PATH, if there is room.
-    pub fn keep(self: &Arc<Self>, places: &Places, fd: OwnedFd, readable: bool) {
+    /// Keeps a descriptor of its file, if there is room: one that was open for reading.
+    pub fn keep_readable(self: &Arc<Self>, places: &Places, fd: OwnedFd) {
+        self.keep(places, Spare::new(fd, OFlags::RDONLY, false));
+    }
+
+    /// Keeps an O_PATH descriptor that was opened by the file's name, if there is room.
+    pub fn keep_named(self: &Arc<Self>, places: &Places, fd: OwnedFd) {
+        self.keep(places, Spare::new(fd, OFlags::PATH, true));
+    }
+
+    fn keep(self: &Arc<Self>, places: &Places, spare: Spare) {
         if matches!(&*self.place.read_recursive(), Place::Handle(handle) if handle.keeps_name()) {
             return;
         }
-        let flags = if readable { OFlags::RDONLY } else { OFlags::PATH };
-        drop(self.put(places, Spare { fd, flags, listing: None }));
+        drop(self.put(places, spare));
+    }
+
+    /// Notes the directory that it was found in.
+    pub fn found_in(&self, parent: u64) {
+        self.parent.store(parent, Ordering::Relaxed);
+    }
+
+    /// To be called before the file is changed. While the result is there, the file [is named](is_named), so that all
+    /// who watch its directory are told. `get`: the inode of a nodeid.
+    pub fn named(self: &Arc<Self>, places: &Places, get: impl FnOnce(u64) -> Option<Arc<Inode>>) -> Option<Lent<'_>> {
+        if self.format() == libc::S_IFDIR {
+            return None;
+        }
+        let mut fd = match &*self.found(places).ok()? {
+            Place::Handle(handle) if !handle.keeps_name() => {
+                let spare = self.spare.read_recursive();
+                if spare.as_ref().is_some_and(Spare::is_named) {
+                    self.used.store(true, Ordering::Relaxed);
+                    return Some(Lent::Spare(spare));
+                }
+                handle.open(OFlags::PATH).ok()?
+            }
+            // Opened by name.
+            _ => return None,
+        };
+        if !is_named(fd.as_fd()) {
+            let parent = get(self.parent.load(Ordering::Relaxed))?;
+            // From now on, its handle opens the file by this name.
+            fd = self.find_name(places, &parent).ok()??;
+        }
+        Some(self.lend(places, Spare::new(fd, OFlags::PATH, true)))
+    }
+
+    /// An O_PATH descriptor of the file by its name in this directory, which is read for that.
+    fn find_name(&self, places: &Places, parent: &Arc<Inode>) -> Result<Option<OwnedFd>> {
+        let dir = parent.open(places, OFlags::RDONLY | OFlags::DIRECTORY)?;
+        let mut buffer = Vec::with_capacity(LISTING);
+        let mut entries = RawDir::new(&dir, buffer.spare_capacity_mut());
+        while let Some(entry) = entries.next() {
+            let entry = entry?;
+            if entry.ino() != self.key.ino {
+                continue;
+            }
+            if let Ok(fd) = open_path(dir.as_fd(), entry.file_name()) {
+                if self.is_at(fd.as_fd())? {
+                    return Ok(Some(fd));
+                }
+            }
+        }
+        Ok(None)
     }
 
     /// Makes `spare` the inode's spare descriptor. Gives it back if there is a better one or no room.
@@ -375,7 +458,7 @@ impl Inode {
             }
         }
         if let Some(fd) = spare {
-            self.keep(places, fd, false);
+            self.keep_named(places, fd);
         }
         Ok(())
     }

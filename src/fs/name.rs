@@ -13,7 +13,7 @@ use rustix::io::Errno;
 use super::attr::decode_rdev;
 use super::cred::Identity;
 use super::fd::{FdPath, open_path, stat};
-use super::inode::{Inode, Place};
+use super::inode::{Inode, Lent, Place};
 use super::key::ToldBy;
 use super::lease::{Found, Point, Sight, at};
 use super::path::is_name;
@@ -111,13 +111,14 @@ impl PassthroughFs {
         let (place, spare) = self.places.place(fd)?;
         let inode = self.inodes.learn(key, place);
         if let Some(fd) = spare {
-            inode.keep(&self.places, fd, false);
+            inode.keep_named(&self.places, fd);
         }
         Ok(told(self.found(sight, found, &inode, st)))
     }
 
     /// An entry with leases, as far as the file and its name are watched.
     pub(super) fn found(&self, sight: Sight, found: Found, inode: &Arc<Inode>, mut st: Statx) -> EntryOut {
+        inode.found_in(found.parent.id);
         let covered = self.covers(sight, found, inode, &mut st);
         let names = self.name_timeout(sight, inode);
         let mut entry = self.entry(found.parent, inode, &st, covered);
@@ -151,6 +152,13 @@ impl PassthroughFs {
             attr_valid_nsec: valid.subsec_nanos(),
             attr,
         }
+    }
+
+    /// To be called before a file is changed, and to be kept until then: those who watch its directory are told.
+    /// Costs one readlinkat(2) where the file was opened by handle and not by name in the last second or two: nothing
+    /// else says whether the kernel knows the name.
+    pub(super) fn named<'a>(&self, inode: &'a Arc<Inode>) -> Option<Lent<'a>> {
+        inode.named(&self.places, |parent| self.inodes.get(parent).ok())
     }
 
     /// Drops references that the guest holds, or would hold if there were no error.
@@ -240,13 +248,14 @@ impl PassthroughFs {
         }
     }
 
-    /// The guest has moved a file to this place. It takes its leases along.
-    fn follow(&self, sight: Sight, dir: BorrowedFd, name: &CStr, parent: &Inode) {
-        if !sight.named {
+    /// The guest has moved a file to this place. It takes its leases along. `sight`: of the directory, if it is watched.
+    fn follow(&self, sight: Option<Sight>, dir: BorrowedFd, name: &CStr, parent: &Inode) {
+        if sight.is_some_and(|sight| !sight.named) {
             announce::look_up_again(&self.agents, parent.id, name.to_bytes());
             self.agents.hand_out();
         }
         if let Some(inode) = Seen::at(parent, dir, name).ok().and_then(|seen| self.inodes.peek(&seen.key)) {
+            inode.found_in(parent.id);
             self.has_moved(&inode, parent.id);
         }
     }
@@ -347,7 +356,8 @@ impl Names for PassthroughFs {
                 over.into_iter().for_each(|inode| self.was_removed(&inode));
                 self.agents.tell(parent, name.to_bytes(), 0);
                 self.agents.tell(newparent, newname.to_bytes(), 0);
-                if let Some((from, to)) = moves {
+                if moves.is_some() || old.id != new.id {
+                    let (from, to) = moves.unzip();
                     self.follow(to, newdir, newname, new);
                     if flags.contains(RenameFlags::EXCHANGE) {
                         self.follow(from, dir, name, old);

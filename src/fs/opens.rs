@@ -125,6 +125,7 @@ impl PassthroughFs {
         }
         // A descriptor that takes the place of a writable one must be writable: the guest may write again.
         let wider = (inode.has_writable() && !self.config.readonly).then_some(OFlags::RDWR | special);
+        let named = if usage == Use::Read && wider.is_none() { None } else { self.named(inode) };
         let mut tried = Err(Errno::BADF);
         for want in [wider, Some(first), second].into_iter().flatten() {
             tried = match patient {
@@ -136,6 +137,7 @@ impl PassthroughFs {
                 break;
             }
         }
+        drop(named);
         let (file, want) = tried?;
         let spare = Spare::file(file, want);
         // Elsewhere, a file that is open for reading may be another than the one that is written to.

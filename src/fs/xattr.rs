@@ -65,7 +65,9 @@ impl Xattrs for PassthroughFs {
         self.writable()?;
         cred::keep_setid();
         let flags = XattrFlags::from_bits_retain(flags);
-        self.inodes.get(node)?.with_fd(&self.places, |fd| {
+        let inode = self.inodes.get(node)?;
+        let _named = self.named(&inode);
+        inode.with_fd(&self.places, |fd| {
             setxattr(FdPath::new(fd).as_cstr(), &*name, value, flags)?;
             match kill_sgid {
                 Some(by) => self.clear_set_group_id(fd, by),
@@ -114,6 +116,8 @@ impl Xattrs for PassthroughFs {
     fn removexattr(&self, node: u64, name: &CStr) -> Result<()> {
         let name = self.xattr_name(name)?;
         self.writable()?;
-        self.with_path(node, |path| removexattr(path, &*name))
+        let inode = self.inodes.get(node)?;
+        let _named = self.named(&inode);
+        inode.with_fd(&self.places, |fd| removexattr(FdPath::new(fd).as_cstr(), &*name))
     }
 }
