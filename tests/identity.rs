@@ -106,8 +106,13 @@ fn lookup(fs: &PassthroughFs, parent: u64, name: &str) -> u64 {
 fn open(fs: &PassthroughFs, node: u64, flags: i32) -> Result<u64> {
     let (send, sent) = mpsc::channel();
     let mut reply = Reply::late(1, Box::new(move |reply: Vec<u8>| send.send(reply).unwrap()));
-    let served =
-        fs.open(node, &OpenIn { flags: flags as u32, open_flags: 0 }, Caller { uid: 0, gid: 0 }, false, &mut reply);
+    let served = fs.open(
+        node,
+        &OpenIn { flags: flags as u32, open_flags: 0 },
+        Caller { uid: 0, gid: 0, pid: 0 },
+        false,
+        &mut reply,
+    );
     reply.finish(served);
     let reply = sent.recv().unwrap();
     match OutHeader::read_from_prefix(&reply).unwrap().0.error {

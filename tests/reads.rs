@@ -309,7 +309,7 @@ fn a_cold_read_is_noticed() {
     let node = fs.lookup(ROOT_ID, c"cold").unwrap().nodeid;
     let (send, opened) = mpsc::channel();
     let mut reply = Reply::late(1, Box::new(move |reply| send.send(reply).unwrap()));
-    fs.open(node, &OpenIn::default(), Caller { uid: 0, gid: 0 }, false, &mut reply).unwrap();
+    fs.open(node, &OpenIn::default(), Caller { uid: 0, gid: 0, pid: 0 }, false, &mut reply).unwrap();
     reply.finish(Ok(()));
     let open = OpenOut::read_from_bytes(&opened.recv().unwrap()[16..]).unwrap();
     let mut data = vec![0; 1 << 17];

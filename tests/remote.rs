@@ -537,7 +537,7 @@ fn nothing_is_leased_or_kept() {
         for _ in 0..5 {
             let (send, opened) = mpsc::channel();
             let mut reply = Reply::late(1, Box::new(move |reply: Vec<u8>| send.send(reply).unwrap()));
-            fs.open(file.nodeid, &OpenIn::default(), Caller { uid: 0, gid: 0 }, false, &mut reply).unwrap();
+            fs.open(file.nodeid, &OpenIn::default(), Caller { uid: 0, gid: 0, pid: 0 }, false, &mut reply).unwrap();
             reply.finish(Ok(()));
             let open = OpenOut::read_from_bytes(&opened.recv().unwrap()[16..]).unwrap();
             kept |= open.open_flags & (OpenFlags::KEEP_CACHE | OpenFlags::CACHE_DIR).bits();

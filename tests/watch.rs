@@ -358,7 +358,7 @@ fn open(fs: &PassthroughFs, node: u64, flags: i32) -> u64 {
     let (send, sent) = channel();
     let mut reply = Reply::late(1, Box::new(move |reply: Vec<u8>| send.send(reply).unwrap()));
     let open = OpenIn { flags: flags as u32, open_flags: 0 };
-    let opened = fs.open(node, &open, Caller { uid: 0, gid: 0 }, true, &mut reply);
+    let opened = fs.open(node, &open, Caller { uid: 0, gid: 0, pid: 0 }, true, &mut reply);
     reply.finish(opened);
     let reply = sent.recv().unwrap();
     let (header, body) = OutHeader::read_from_prefix(&reply).unwrap();
@@ -375,7 +375,7 @@ fn serve_other(share: &Path) {
         let line = line.unwrap();
         let words: Vec<&str> = line.split(' ').collect();
         let set = |valid: SetattrValid| SetattrIn { valid: valid.bits(), mode: 0o640, size: 1, ..Default::default() };
-        let by = Caller { uid: 0, gid: 0 };
+        let by = Caller { uid: 0, gid: 0, pid: 0 };
         let (dir, name) = words[1].split_once('/').unwrap();
         match words[0] {
             "know" => {

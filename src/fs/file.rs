@@ -421,7 +421,7 @@ impl Files for PassthroughFs {
             Err(Errno::EXIST) if create.flags & libc::O_EXCL as u32 == 0 => {
                 self.settle_times_at(parent, name)?;
                 let entry = self.within(parent, name, |parent, dir| self.enter(parent, dir, name, Purpose::Settled))?;
-                let caller = Caller { uid: by.uid, gid: by.gid };
+                let caller = Caller { uid: by.uid, gid: by.gid, pid: 0 };
                 let opened = self.open_found(entry, create, caller, reply);
                 opened.inspect_err(|_| self.unlearn(entry.nodeid, 1))
             }
@@ -484,6 +484,7 @@ impl Files for PassthroughFs {
         // Without a handle, each write says whether it is synchronous.
         alone &= !self.has_no_handle(write.fh) || sync_flags(write.flags) == 0;
         let copied = self.with_file(node, write.fh, (Use::Write, write.flags, false), |file| {
+            file.writes(by);
             self.set_id_kept(file.fd, kills(write).then_some(by));
             Ok(if alone { file.copy() } else { None })
         });
@@ -492,6 +493,7 @@ impl Files for PassthroughFs {
 
     fn write(&self, node: u64, write: &WriteIn, by: Caller, from: &IoRange, waits: bool) -> Result<usize> {
         self.with_file(node, write.fh, (Use::Write, write.flags, waits), |file| {
+            file.writes(by);
             self.set_id_kept(file.fd, kills(write).then_some(by));
             self.write_to(file.fd, node, write, from)
         })
@@ -526,12 +528,23 @@ impl Files for PassthroughFs {
         Ok(())
     }
 
-    fn fsync(&self, node: u64, fh: u64, datasync: bool) -> Result<()> {
+    fn fsync(&self, node: u64, fh: u64, datasync: bool, by: Caller) -> Result<()> {
         self.sync_mappings(node);
         self.with_file(node, fh, (Use::Any, 0, true), |file| {
             // Each of the two reports a failure once.
             let synced = if datasync { fdatasync(file.fd) } else { fsync(file.fd) };
-            self.inodes.get(node)?.failures.tell(file.heard).and(synced)
+            match (file.lender, file.handle) {
+                (Some(inode), _) => {
+                    match synced {
+                        Ok(()) => inode.synced(),
+                        // Each writer is to hear of it, as each descriptor of a guest with handles.
+                        Err(errno) => inode.failures.add(errno),
+                    }
+                    inode.hearers.tell(by.pid, &inode.failures)
+                }
+                (None, Some(handle)) => self.inodes.get(node)?.failures.tell(&handle.heard).and(synced),
+                (None, None) => synced,
+            }
         })
     }
 

@@ -3,7 +3,7 @@
 use std::ffi::CStr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use rustix::fs::{OFlags, RawDir, Statx, fcntl_setfl};
@@ -17,13 +17,17 @@ use super::file_handle::{FileHandle, Mounts, keeps_name};
 use super::kept::{GivenUp, Keeper, Kept};
 use super::key::Key;
 use super::listing::{DirState, Listings};
-use super::sys;
+use super::{cred, sys};
 use crate::fuse::ops::Result;
 use crate::limits;
 use crate::watch::FileId;
 
 /// Bytes of a directory that are read at a time to find a name: some 1,000 entries, as glibc reads them.
 const LISTING: usize = 32 << 10;
+
+/// Sweeps for which a descriptor stays after a write: seconds. Linux writes back what is 30 s old, and looks for that
+/// every 5 s.
+const UNSYNCED: u8 = 40;
 
 /// How to get at an inode's file.
 pub enum Place {
@@ -53,8 +57,10 @@ pub struct Inode {
     pub contents: Contents,
     /// Failures to write what the guest stored in place.
     pub failures: Failures,
-    /// The last of them that a request without a handle has told the guest.
-    pub told_failure: AtomicU32,
+    /// Who has heard of them, where requests have no handle.
+    pub hearers: Hearers,
+    /// Sweeps for which the spare descriptor stays: it hears whether what was written without a handle fails.
+    unsynced: AtomicU8,
     /// Locked for reading while the file is in use. A rename within one directory uses it twice, so the lock is
     /// recursive. Locked for writing when it changes, with no other lock held.
     place: RwLock<Place>,
@@ -100,6 +106,52 @@ impl Failures {
             true => Ok(()),
             false => Err(Errno::from_raw_os_error((now & Self::ERRNO) as i32)),
         }
+    }
+}
+
+/// Threads of the guest that wrote to one file. More write to few files, and the first ones then count as strangers.
+const WRITERS: usize = 16;
+
+/// Who has heard of [`Failures`], where the guest opens files without a message. A thread of the guest that writes is
+/// taken for an open file. Threads that wrote nothing hear of a failure together once, if nobody has heard of it.
+#[derive(Default)]
+pub struct Hearers {
+    /// The last failure that anybody has heard of.
+    any: AtomicU32,
+    /// The thread that wrote last, which is among the writers.
+    last: AtomicU32,
+    /// Threads that wrote, and the last failure that each has heard of.
+    writers: Mutex<Vec<(u32, AtomicU32)>>,
+}
+
+impl Hearers {
+    /// A thread writes.
+    pub fn wrote(&self, pid: u32, failures: &Failures) {
+        if self.last.load(Ordering::Relaxed) == pid {
+            return;
+        }
+        let mut writers = self.writers.lock();
+        if writers.iter().all(|(writer, _)| *writer != pid) {
+            if writers.len() == WRITERS {
+                writers.remove(0);
+            }
+            writers.push((pid, failures.heard()));
+        }
+        self.last.store(pid, Ordering::Relaxed);
+    }
+
+    /// Gives a thread the last failure that it has not heard of.
+    ///
+    /// # Errors
+    /// The failure's.
+    pub fn tell(&self, pid: u32, failures: &Failures) -> Result<()> {
+        let writers = self.writers.lock();
+        let writer = writers.iter().find(|(writer, _)| *writer == pid);
+        let told = failures.tell(writer.map_or(&self.any, |(_, heard)| heard));
+        if told.is_err() {
+            self.any.store(failures.heard().into_inner(), Ordering::Release);
+        }
+        told
     }
 }
 
@@ -211,7 +263,8 @@ impl Inode {
             told_size: AtomicU64::new(0),
             contents: Contents::default(),
             failures: Failures::default(),
-            told_failure: AtomicU32::new(0),
+            hearers: Hearers::default(),
+            unsynced: AtomicU8::new(0),
             place: RwLock::new(place),
             spare: RwLock::new(None),
             used: AtomicBool::new(false),
@@ -421,6 +474,37 @@ impl Inode {
         }
     }
 
+    /// Something is written to it without a handle.
+    pub fn writes(&self) {
+        self.unsynced.store(UNSYNCED, Ordering::Relaxed);
+    }
+
+    /// All that was written is on the disk, or the guest has heard that it is not.
+    pub fn synced(&self) {
+        self.unsynced.store(0, Ordering::Relaxed);
+    }
+
+    /// Whether the spare descriptor stays for what is not synced. From now on it is one for reading, as nobody keeps
+    /// the host from executing the file.
+    fn stays(&self) -> bool {
+        let next = |left: u8| left.checked_sub(1);
+        if self.unsynced.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).is_err() {
+            return false;
+        }
+        let reader = match &*self.spare.read_recursive() {
+            Some(spare) if spare.flags.contains(OFlags::PATH) => return false,
+            // The space of a removed file is to be free.
+            Some(spare) if stat(spare.fd(), c"").is_ok_and(|st| st.stx_nlink == 0) => return false,
+            Some(spare) if spare.is_writable() => reopen(spare.fd(), OFlags::RDONLY | OFlags::NONBLOCK).ok(),
+            Some(_) => None,
+            None => return false,
+        };
+        if let (Some(reader), Some(mut spare)) = (reader, self.spare.try_write()) {
+            spare.replace(Spare::new(reader, OFlags::RDONLY, true));
+        }
+        true
+    }
+
     /// Gives away the spare descriptor if it is open for reading and nothing else.
     pub fn take_readable(&self) -> Option<OwnedFd> {
         let spare = self.spare.try_write()?.take_if(|spare| spare.flags == OFlags::RDONLY)?;
@@ -609,8 +693,8 @@ impl Drop for Open {
 impl Keeper for Inode {
     type Spare = Spare;
 
-    fn give_up(&self) -> GivenUp<Spare> {
-        if self.used.swap(false, Ordering::Relaxed) {
+    fn give_up(&self, sweeps: bool) -> GivenUp<Spare> {
+        if self.used.swap(false, Ordering::Relaxed) || sweeps && self.stays() {
             return GivenUp::Used;
         }
         // A locked one is in use.
@@ -640,11 +724,13 @@ impl Drop for Places {
 }
 
 impl Places {
-    pub fn new(mode: FileHandles, mounts: Mounts) -> Self {
+    /// `proc_self_fd`: /proc/self/fd.
+    pub fn new(mode: FileHandles, mounts: Mounts, proc_self_fd: Arc<OwnedFd>) -> Self {
         let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
         let end = limit - limits::OWN_DESCRIPTORS.min(limit / 4);
         let end = RawFd::try_from(end).unwrap_or(RawFd::MAX);
-        Self { mode, kept: Kept::start(), mounts, end, limit, said_full: AtomicBool::new(false) }
+        let kept = Kept::start(move || cred::enter_thread(proc_self_fd.as_fd()));
+        Self { mode, kept, mounts, end, limit, said_full: AtomicBool::new(false) }
     }
 
     /// To be asked before a descriptor stays open for the guest. The kernel gives out the lowest free number, so the

@@ -32,8 +32,8 @@ const UNUSED: Duration = Duration::from_secs(1);
 pub trait Keeper: Send + Sync + 'static {
     /// What is kept. It closes the descriptor when it is dropped.
     type Spare;
-    /// Gives up the descriptor if it was not used since the last call.
-    fn give_up(&self) -> GivenUp<Self::Spare>;
+    /// Gives up the descriptor if it was not used since the last call. `sweeps`: it may keep it for another reason.
+    fn give_up(&self, sweeps: bool) -> GivenUp<Self::Spare>;
 }
 
 /// What [`Keeper::give_up`] did.
@@ -74,8 +74,8 @@ struct State<T> {
 }
 
 impl<T: Keeper> Kept<T> {
-    /// Starts the thread. It sleeps while nothing is kept.
-    pub fn start() -> Arc<Self> {
+    /// Starts the thread, which calls `enter` first. It sleeps while nothing is kept.
+    pub fn start(enter: impl FnOnce() + Send + 'static) -> Arc<Self> {
         let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX) / SHARE;
         let kept = Arc::new(Self {
             state: Mutex::new(State { keepers: VecDeque::new(), over: false }),
@@ -86,7 +86,10 @@ impl<T: Keeper> Kept<T> {
         });
         let thread = thread::Builder::new().name("thruway-sweep".into());
         let swept = kept.clone();
-        if let Err(e) = thread.spawn(move || swept.run()) {
+        if let Err(e) = thread.spawn(move || {
+            enter();
+            swept.run();
+        }) {
             tracing::warn!("files are opened by handle each time: {e}");
             kept.end();
         }
@@ -123,7 +126,7 @@ impl<T: Keeper> Kept<T> {
         for _ in 0..ASKED {
             let first = keepers.pop_front()?;
             let keeper = first.upgrade();
-            match keeper.as_ref().map_or(GivenUp::Gone(None), |keeper| keeper.give_up()) {
+            match keeper.as_ref().map_or(GivenUp::Gone(None), |keeper| keeper.give_up(false)) {
                 GivenUp::Used => keepers.push_back(first),
                 GivenUp::Gone(spare) => {
                     self.count.fetch_sub(1, Ordering::Relaxed);
@@ -143,7 +146,7 @@ impl<T: Keeper> Kept<T> {
             let Some(first) = state.keepers.pop_front() else { break };
             let keeper = first.upgrade();
             // The second time it counts as not used lately.
-            let give_up = |keeper: &Arc<T>| (0..2).find_map(|_| keeper.give_up().gone());
+            let give_up = |keeper: &Arc<T>| (0..2).find_map(|_| keeper.give_up(false).gone());
             let Some(spare) = keeper.as_ref().map_or(Some(None), give_up) else {
                 state.keepers.push_back(first);
                 continue;
@@ -162,7 +165,7 @@ impl<T: Keeper> Kept<T> {
         let _sweeping = self.sweeping.lock();
         let mut keepers = std::mem::take(&mut self.state.lock().keepers);
         let before = keepers.len();
-        keepers.retain(|keeper| keeper.upgrade().is_some_and(|keeper| matches!(keeper.give_up(), GivenUp::Used)));
+        keepers.retain(|keeper| keeper.upgrade().is_some_and(|keeper| matches!(keeper.give_up(true), GivenUp::Used)));
         self.count.fetch_sub(before - keepers.len(), Ordering::Relaxed);
         self.state.lock().keepers.append(&mut keepers);
     }

@@ -137,7 +137,8 @@ impl PassthroughFs {
             let host = map.to_host(c"security.capability").ok()?;
             (&*host != c"security.capability").then(|| host.into_owned())
         });
-        let places = Arc::new(Places::new(config.inode_file_handles, mounts));
+        let proc_self_fd = Arc::new(proc_self_fd);
+        let places = Arc::new(Places::new(config.inode_file_handles, mounts, proc_self_fd.clone()));
         Ok(Self {
             timeout,
             inodes: Inodes::new(root, config.max_inodes)?,
@@ -149,7 +150,7 @@ impl PassthroughFs {
             capability,
             session: AtomicU64::new(0),
             knows_sgid_alone: AtomicBool::new(false),
-            proc_self_fd: Arc::new(proc_self_fd),
+            proc_self_fd,
             window: None,
             grants: Grants::default(),
             clock: sys::file_clock,

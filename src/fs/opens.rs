@@ -2,7 +2,6 @@
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::AtomicU32;
 
 use rustix::fs::OFlags;
 use rustix::io::{Errno, fcntl_dupfd_cloexec};
@@ -12,7 +11,7 @@ use super::host::HostFs;
 use super::inode::{Inode, Lent, Spare};
 use super::{CachePolicy, NoOpen, PassthroughFs, cred};
 use crate::fuse::abi::InitFlags;
-use crate::fuse::ops::Result;
+use crate::fuse::ops::{Caller, Result};
 
 /// What a request does with its file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,13 +29,18 @@ pub struct Opened<'a> {
     pub fd: BorrowedFd<'a>,
     /// The file system on which it lies.
     pub host: &'a HostFs,
-    /// The last of [`super::inode::Failures`] that it has heard of.
-    pub heard: &'a AtomicU32,
     /// Its handle, if it has one.
     pub handle: Option<&'a Handle>,
+    /// The inode that lends it, if it has none.
+    pub lender: Option<&'a Arc<Inode>>,
 }
 
 impl Opened<'_> {
+    /// The caller writes.
+    pub fn writes(&self, by: Caller) {
+        self.lender.into_iter().for_each(|inode| inode.hearers.wrote(by.pid, &inode.failures));
+    }
+
     /// Another descriptor of the open file, which may outlive the request.
     pub fn copy(&self) -> Option<OwnedFd> {
         fcntl_dupfd_cloexec(self.fd, 0).ok()
@@ -92,7 +96,7 @@ impl PassthroughFs {
     ) -> Result<R> {
         if !self.has_no_handle(fh) {
             let handle = self.handles.get(node, fh)?;
-            return f(&Opened { fd: handle.fd(), host: &handle.host, heard: &handle.heard, handle: Some(&handle) });
+            return f(&Opened { fd: handle.fd(), host: &handle.host, handle: Some(&handle), lender: None });
         }
         let inode = self.inodes.get(node)?;
         // Opening a device or a FIFO could block, or do something.
@@ -104,7 +108,11 @@ impl PassthroughFs {
         }
         let file = self.lend_file(&inode, usage, flags, patient)?;
         let host = self.hosts.get(inode.key.dev, file.fd());
-        f(&Opened { fd: file.fd(), host: &host, heard: &inode.told_failure, handle: None })
+        // A descriptor that stays would keep the host from unmounting a submount, and from removing a file of NFS.
+        if usage == Use::Write && !host.flushes && self.inodes.is_on_root_mount(&inode) {
+            inode.writes();
+        }
+        f(&Opened { fd: file.fd(), host: &host, handle: None, lender: Some(&inode) })
     }
 
     /// Flags of an open file that matter to a single read or write, as far as the host's file gets them.

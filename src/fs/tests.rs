@@ -36,7 +36,7 @@ pub(super) struct Share {
 }
 
 /// Who sends the requests of tests for which that does not matter.
-pub(super) const CALLER: Caller = Caller { uid: 0, gid: 0 };
+pub(super) const CALLER: Caller = Caller { uid: 0, gid: 0, pid: 0 };
 
 const ROOT: Creator = Creator { uid: 0, gid: 0, umask: 0, group: None, label: None };
 
@@ -113,7 +113,7 @@ impl Share {
         self.write_by(node, &write, CALLER, data)
     }
 
-    fn write_by(&self, node: u64, write: &WriteIn, by: Caller, data: &[u8]) -> Result<usize> {
+    pub(super) fn write_by(&self, node: u64, write: &WriteIn, by: Caller, data: &[u8]) -> Result<usize> {
         let mut data = data.to_vec();
         let mut vecs = IoVecs::default();
         // SAFETY: `data` outlives the list.
@@ -601,7 +601,7 @@ fn set_id_bits_go_when_the_guest_says_so() {
     assert_eq!(s.lookup(c"f").unwrap().attr_valid, 1);
     // Linux sends it for a caller outside of the file's group who may not keep this bit.
     fs::set_permissions(s.dir.path().join("f"), fs::Permissions::from_mode(0o2744)).unwrap();
-    s.fs.setattr(node, &SetattrIn::default(), Caller { uid: 1000, gid: 1000 }).unwrap();
+    s.fs.setattr(node, &SetattrIn::default(), Caller { uid: 1000, gid: 1000, pid: 0 }).unwrap();
     assert_eq!(mode(), 0o744);
     set();
     let truncating = OpenIn { flags: (libc::O_RDWR | libc::O_TRUNC) as u32, open_flags: OPEN_KILL_SUIDGID };
@@ -655,7 +655,7 @@ fn who_changes_a_file_decides_on_its_set_group_id_bit() {
                 fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
                 // The guest hears of the mode.
                 s.lookup(c"f").unwrap();
-                change(Caller { uid: if caller == unknown { unknown } else { user }, gid: caller }).unwrap();
+                change(Caller { uid: if caller == unknown { unknown } else { user }, gid: caller, pid: 0 }).unwrap();
                 let keeps = member && mode & 0o10 == 0 && (caller, name) != (unknown, "fallocate");
                 let kept = if keeps { 0o2777 } else { 0o777 };
                 let got = fs::metadata(&path).unwrap().mode() & 0o7777;
@@ -712,10 +712,10 @@ fn an_acl_takes_the_set_group_id_bit_from_who_is_not_in_the_group() {
     let node = s.lookup(c"f").unwrap().nodeid;
     for (group, by, kept) in [
         (5, None, true),
-        (5, Some(Caller { uid: 1000, gid: 5 }), true),
-        (5, Some(Caller { uid: 1000, gid: 1000 }), false),
-        (0, Some(Caller { uid: 1000, gid: 1000 }), false),
-        (0, Some(Caller { uid: u32::MAX, gid: u32::MAX }), false),
+        (5, Some(Caller { uid: 1000, gid: 5, pid: 0 }), true),
+        (5, Some(Caller { uid: 1000, gid: 1000, pid: 0 }), false),
+        (0, Some(Caller { uid: 1000, gid: 1000, pid: 0 }), false),
+        (0, Some(Caller { uid: u32::MAX, gid: u32::MAX, pid: 0 }), false),
     ] {
         std::os::unix::fs::chown(&path, Some(1000), Some(group)).unwrap();
         fs::set_permissions(&path, fs::Permissions::from_mode(0o2775)).unwrap();

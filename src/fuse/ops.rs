@@ -41,6 +41,8 @@ pub struct Caller {
     pub uid: u32,
     /// The group.
     pub gid: u32,
+    /// The thread. 0 where it is not known.
+    pub pid: u32,
 }
 
 /// What INIT settled.
@@ -167,7 +169,7 @@ pub trait Files {
     /// Whether a sync, a copy or an allocation may take long. A queue's worker must not do it then.
     fn waits(&self, node: u64, fh: u64) -> bool;
     /// fsync(2), or fdatasync(2) with `datasync`.
-    fn fsync(&self, node: u64, fh: u64, datasync: bool) -> Result<()>;
+    fn fsync(&self, node: u64, fh: u64, datasync: bool, by: Caller) -> Result<()>;
     /// fallocate(2).
     fn fallocate(&self, node: u64, args: &FallocateIn) -> Result<()>;
     /// lseek(2) with SEEK_DATA or SEEK_HOLE. Offsets are in bytes.

@@ -92,7 +92,7 @@ impl<'a> Request<'a> {
 
     /// Who sent the request.
     pub fn caller(&self) -> Caller {
-        Caller { uid: self.header.uid, gid: self.header.gid }
+        Caller { uid: self.header.uid, gid: self.header.gid, pid: self.header.pid }
     }
 
     /// The creator of a file, from the header and the extensions at the end of the request (struct fuse_ext_header and

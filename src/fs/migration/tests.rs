@@ -102,7 +102,7 @@ fn write(fs: &PassthroughFs, node: u64, fh: u64, offset: u64, data: &str) -> Res
     fs.write(
         node,
         &WriteIn { fh, offset, ..Default::default() },
-        Caller { uid: 0, gid: 0 },
+        Caller { uid: 0, gid: 0, pid: 0 },
         &vecs.range(0..usize::MAX),
         true,
     )

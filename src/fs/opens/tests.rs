@@ -169,9 +169,9 @@ fn every_request_is_served_without_a_handle() {
             let out = s.fs.setattr(node, &SetattrIn { valid, size: 4, ..Default::default() }, CALLER).unwrap();
             assert_eq!((out.attr.size, s.host("f")), (4, b"-_23".to_vec()));
             again();
-            s.fs.fsync(node, 0, false).unwrap();
+            s.fs.fsync(node, 0, false, CALLER).unwrap();
             again();
-            s.fs.fsync(node, 0, true).unwrap();
+            s.fs.fsync(node, 0, true, CALLER).unwrap();
             again();
             s.fs.fallocate(node, &FallocateIn { length: 9, ..Default::default() }).unwrap();
             let mode = (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE) as u32;
@@ -221,7 +221,7 @@ fn only_files_are_opened() {
     for node in [fifo, link, ROOT_ID] {
         assert_eq!(s.read(node, 0, 0, 4), Err(Errno::BADF));
         assert_eq!(s.write(node, 0, 0, b"x", 0, 0), Err(Errno::BADF));
-        assert_eq!(s.fs.fsync(node, 0, false), Err(Errno::BADF));
+        assert_eq!(s.fs.fsync(node, 0, false, CALLER), Err(Errno::BADF));
         assert_eq!(s.fs.lseek(node, 0, 0, libc::SEEK_DATA as u32, true), Err(Errno::BADF));
     }
     assert_eq!(s.fs.readdir(fifo, 0, 0, &mut List::default()), Err(Errno::NOTDIR));
@@ -410,11 +410,72 @@ fn direct_io_is_the_requests() {
 fn a_failure_is_told_once() {
     let s = share(config());
     let node = new(&s, c"f");
-    assert_eq!(s.fs.fsync(node, 0, false), Ok(()));
+    assert_eq!(s.fs.fsync(node, 0, false, CALLER), Ok(()));
     s.fs.inodes.get(node).unwrap().failures.add(Errno::NOSPC);
-    assert_eq!([0; 2].map(|fh| s.fs.fsync(node, fh, false)), [Err(Errno::NOSPC), Ok(())]);
+    assert_eq!([0; 2].map(|fh| s.fs.fsync(node, fh, false, CALLER)), [Err(Errno::NOSPC), Ok(())]);
     s.fs.inodes.get(node).unwrap().failures.add(Errno::NOSPC);
-    assert_eq!(s.fs.fsync(node, 0, true), Err(Errno::NOSPC));
+    assert_eq!(s.fs.fsync(node, 0, true, CALLER), Err(Errno::NOSPC));
+}
+
+/// A thread of the guest.
+fn thread(pid: u32) -> Caller {
+    Caller { pid, ..CALLER }
+}
+
+#[test]
+fn each_thread_that_wrote_hears_of_a_failure_once() {
+    let s = share(config());
+    let node = new(&s, c"f");
+    let write = |pid| s.write_by(node, &WriteIn::default(), thread(pid), b"x");
+    let sync = |pid| s.fs.fsync(node, 0, false, thread(pid));
+    let fail = || s.fs.inodes.get(node).unwrap().failures.add(Errno::NOSPC);
+    for pid in [1, 2, 3, 1] {
+        assert_eq!(write(pid), Ok(1));
+    }
+    assert_eq!(sync(1), Ok(()));
+    fail();
+    assert_eq!([1, 2, 2, 1, 3, 3].map(|pid| sync(pid).is_err()), [true, true, false, false, true, false]);
+    // Who has written nothing hears of it if nobody did.
+    assert_eq!(sync(4), Ok(()));
+    fail();
+    assert_eq!([4, 5, 1].map(|pid| sync(pid).is_err()), [true, false, true]);
+    // Who writes after a failure was told hears of none.
+    assert_eq!(write(6), Ok(1));
+    assert_eq!(sync(6), Ok(()));
+    // A guest with more threads than are kept: the first of them count as strangers.
+    (10..100).for_each(|pid| assert_eq!(write(pid), Ok(1)));
+    fail();
+    assert_eq!([99, 98, 10].map(|pid| sync(pid).is_err()), [true, true, false]);
+}
+
+#[test]
+fn what_is_not_synced_keeps_a_descriptor() {
+    for s in shares() {
+        let node = new(&s, c"f");
+        let spare = || s.fs.inodes.get(node).unwrap().with_spare(|fd| rustix::fs::fcntl_getfl(fd).unwrap());
+        let accmode = |flags: OFlags| flags & OFlags::ACCMODE;
+        let written = || assert_eq!(s.write(node, 0, 0, b"x", 0, 0), Ok(1));
+        // A close on the host, or a fsync(2) there, would otherwise hide a failure from the guest.
+        written();
+        assert_eq!(spare().map(accmode), Some(OFlags::RDWR));
+        sweep(&s);
+        // Nobody has it open for writing: the host may execute it.
+        assert_eq!(spare().map(accmode), Some(OFlags::RDONLY));
+        assert_eq!(s.fs.fsync(node, 0, false, CALLER), Ok(()));
+        sweep(&s);
+        assert_eq!(spare(), None);
+        // It is written back by itself.
+        written();
+        (0..100).for_each(|_| s.fs.places.kept.sweep());
+        assert_eq!(spare(), None);
+        // Others remove it: its space is free.
+        written();
+        sweep(&s);
+        assert!(spare().is_some());
+        fs::remove_file(s.dir.path().join("f")).unwrap();
+        sweep(&s);
+        assert_eq!(spare(), None);
+    }
 }
 
 #[test]
@@ -506,7 +567,8 @@ fn few_descriptors_serve_many_files() {
         assert_eq!(s.read(*node, 0, 0, 9).unwrap(), n.to_le_bytes());
     }
     assert!(s.descriptors() <= most + 2);
-    sweep(&s);
+    // They were written to, and nobody has asked for a sync.
+    (0..100).for_each(|_| s.fs.places.kept.sweep());
     assert!(s.descriptors() <= 2);
 }
 

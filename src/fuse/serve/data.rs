@@ -69,7 +69,8 @@ impl<F: FileSystem> Server<F> {
         let (node, args): (_, FsyncIn) = (request.header.nodeid, request.take()?);
         let wait = self.fs.waits(node, args.fh).then_some(Wait::Host);
         let data = args.fsync_flags & FSYNC_FDATASYNC != 0;
-        self.serve_where(wait, reply, move |fs, _| fs.fsync(node, args.fh, data))
+        let by = request.caller();
+        self.serve_where(wait, reply, move |fs, _| fs.fsync(node, args.fh, data, by))
     }
 
     pub(super) fn fsyncdir(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {
