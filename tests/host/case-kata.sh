@@ -98,6 +98,15 @@ told() {
 # used: the descriptors of the daemon, and of its window process.
 used() { descriptors "$daemon_pid"; }
 
+# has_thread NAME: whether the daemon has it.
+has_thread() {
+    local pid
+    for pid in $(family "$daemon_pid"); do
+        if grep -qxs "$1" "/proc/$pid/task"/*/comm; then return; fi
+    done
+    return 1
+}
+
 # kata_storage KIND ROUNDS [BOOT-ARGUMENT...]: each round starts all containers, changes their volumes while they work, and stops them. Half
 # of them are unmounted as soon as the guest has unmounted them, and the others lazily, while the guest still has them.
 kata_storage() {
@@ -121,6 +130,8 @@ kata_storage() {
     # After a second the mount's last requests are over.
     sleep 1
     before=$(used)
+    # With its first FORGET, the high priority queue gets a thread, which takes two.
+    has_thread thruway-hiprio || before=$((before + 2))
     for ((round = 1; round <= rounds; round++)); do
         for ((number = 1; number <= containers; number++)); do
             container_up "$number" "$round"
