@@ -18,6 +18,7 @@ use rustix::pipe::{PipeFlags, pipe_with};
 use rustix::process::{Resource::Nofile, Rlimit};
 use thruway::fuse::abi::{InitInCompat, KERNEL_VERSION, Opcode};
 use thruway_bench::frontend::{Frontend, Options};
+use virtio_queue::desc::split::Descriptor;
 use zerocopy::IntoBytes;
 
 fn daemon() -> Command {
@@ -348,6 +349,46 @@ fn the_log_says_where_it_listens_and_what_is_deprecated() {
     let text = fs::read_to_string(log).unwrap();
     assert!(text.contains(&format!("Waiting for vhost-user socket connection on {}", socket.display())), "{text}");
     assert!(text.contains("--socket is deprecated") && text.contains("-f has no effect"), "{text}");
+}
+
+/// What the daemon says of the virtual machine's memory: it is more than the daemon's control group allows, and some of
+/// it is not shared.
+#[test]
+fn the_log_says_what_is_wrong_with_the_memory() {
+    const LIMIT: &str = "50331648";
+    let dir = tempfile::tempdir().unwrap();
+    let (socket, log) = (dir.path().join("s"), dir.path().join("log"));
+    let serve = |mut command: Command, options| {
+        command.env_remove("RUST_LOG").args(["--sandbox=none", "--socket-path"]).arg(&socket);
+        command.arg("--shared-dir").arg(dir.path()).stdin(Stdio::null());
+        let mut child = command.stderr(fs::File::create(&log).unwrap()).spawn().unwrap();
+        while !socket.exists() {
+            sleep(Duration::from_millis(10));
+        }
+        let frontend = Frontend::connect(&socket, options).unwrap();
+        // 1 TiB: no memory is there.
+        let descriptors = frontend.take_descriptors(1, 1).unwrap();
+        frontend.write_descriptor(1, descriptors[0], Descriptor::new(1 << 40, 40, 0, 0)).unwrap();
+        for _ in 0..2 {
+            frontend.push_raw(1, descriptors[0]).unwrap();
+            frontend.wait_raw(1, Duration::from_secs(100)).unwrap();
+        }
+        drop(frontend);
+        assert!(child.wait().unwrap().success());
+        fs::read_to_string(&log).unwrap()
+    };
+    let unshared = |text: &str| text.lines().filter(|line| line.contains("has not shared")).count();
+    let text = serve(daemon(), Options::default());
+    assert!(unshared(&text) == 1 && text.contains("share=on"), "{text}");
+    let group = ["memory.max", "memory.limit_in_bytes"].map(|file| (cgroup::Group::new(file), file));
+    let Some((group, file)) = group.into_iter().find_map(|(group, file)| Some((group?, file))) else { return };
+    group.set(file, LIMIT);
+    for (mem_size, said) in [(32 << 20, 0), (64 << 20, 1)] {
+        let command = group.command(env!("CARGO_BIN_EXE_thruwayd"));
+        let text = serve(command, Options { mem_size, ..Options::default() });
+        let lines = text.lines().filter(|line| line.contains(LIMIT) && line.contains("kernel may kill"));
+        assert_eq!(lines.count(), said, "{text}");
+    }
 }
 
 /// A guest that floods the log is served even if nobody reads the log, and every lost message is counted.

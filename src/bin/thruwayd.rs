@@ -14,7 +14,7 @@ use thruway::control::{self, Facts, Sources};
 use thruway::device;
 use thruway::fs::{self, FileHandles, PassthroughFs};
 use thruway::fuse::Server;
-use thruway::sandbox::{self, Entered, Sandbox, caps, limits, seccomp};
+use thruway::sandbox::{self, Entered, Sandbox, caps, cgroup, limits, seccomp};
 use thruway::watch::Watch;
 use thruway::window::Window;
 use thruway::window::proxy::{self, Guard, GuardMode, Proxy};
@@ -60,6 +60,8 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     limits::check_threads(options.least_threads())?;
     let (proxy, no_window) = start_proxy(options)?;
     let guard = proxy.as_ref().map_or(Guard::Off("there is no window".into()), |proxy| proxy.guard().clone());
+    // The sandbox hides the control groups.
+    let memory_limit = cgroup::memory();
     sandbox.helper = proxy.as_ref().map(Proxy::pid);
     let (entered, (listener, control, proxy)) = sandbox::enter(&sandbox, (listener, control, proxy))?;
     let config = options.fs_config()?;
@@ -110,6 +112,7 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
         poll: Duration::from_micros(options.poll_us),
         window,
         monitor,
+        memory_limit,
     };
     device::serve(listener, server, device)?;
     if let (Sandbox::None, Some(path)) = (options.sandbox, options.socket()) {

@@ -45,11 +45,12 @@ use vhost::vhost_user::{Backend, Error as VhostError, Listener};
 use vhost_user_backend::{Error as BackendError, VhostUserBackend, VhostUserDaemon};
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
-use vm_memory::{GuestAddressSpace, GuestMemoryBackend};
+use vm_memory::{GuestAddressSpace, GuestMemoryBackend, GuestMemoryRegion};
 use vmm_sys_util::epoll::{Epoll, EventSet};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::limits;
+use crate::sandbox::cgroup;
 use crate::window::Window;
 use config::ConfigSpace;
 use crew::Crew;
@@ -58,7 +59,7 @@ use monitor::Connection;
 use origin::Service;
 use pool::Pools;
 use queue::Workers;
-use region::{GuestMemory, Memory, RegionState, Tables};
+use region::{GuestMemory, Memory, RegionState, Tables, is_mapped_file};
 use ring::Vring;
 use shmem::Channel;
 use state::Transfer;
@@ -105,6 +106,8 @@ pub struct Options {
     pub window: Option<Arc<Window>>,
     /// Who looks at the queues from outside.
     pub monitor: Arc<Monitor>,
+    /// What the daemon's control group allows.
+    pub memory_limit: Option<cgroup::Limit>,
 }
 
 impl Default for Options {
@@ -117,6 +120,7 @@ impl Default for Options {
             urings: Arc::new(Urings::none()),
             window: None,
             monitor: Arc::default(),
+            memory_limit: None,
         }
     }
 }
@@ -192,6 +196,8 @@ struct Device<H> {
     window: Option<Arc<Window>>,
     /// For the monitor.
     connection: Arc<Connection>,
+    /// Of the daemon's control group, until the log says that it is too low.
+    memory_limit: Mutex<Option<cgroup::Limit>>,
 }
 
 impl<H: Handler> Device<H> {
@@ -237,6 +243,7 @@ impl<H: Handler> Device<H> {
             transfer: Transfer::new(options.monitor.progress.clone()),
             window: options.window.clone(),
             connection,
+            memory_limit: Mutex::new(options.memory_limit.clone()),
         }))
     }
 
@@ -283,6 +290,20 @@ impl<H: Handler> Device<H> {
         self.workers.monitor.connect(None);
         if let Some(window) = &self.window {
             window.disconnect();
+        }
+    }
+
+    /// Pages of the guest's memory that the daemon touches first count as the daemon's.
+    fn compare_memory(&self) {
+        let memory = self.workers.service.mem.all.memory();
+        let size: u64 = memory.iter().filter(|region| !is_mapped_file(region)).map(GuestMemoryRegion::len).sum();
+        if let Some(limit) = self.memory_limit.lock().take_if(|limit| limit.most < size) {
+            tracing::warn!(
+                "the daemon may have {} bytes of memory ({}), and the virtual machine has {size}: its pages that the \
+                 daemon touches first count too, so the kernel may kill the daemon; raise the limit above that",
+                limit.most,
+                limit.file.display()
+            );
         }
     }
 
@@ -372,6 +393,7 @@ impl<H: Handler> VhostUserBackend for Device<H> {
 
     fn update_memory(&self, _mem: GuestMemory) -> io::Result<()> {
         self.workers.service.mem.follow();
+        self.compare_memory();
         if let Some(window) = &self.window {
             window.committed();
         }

@@ -1,7 +1,7 @@
 //! Where a request came from: the work that the queue's worker does not do itself, and the way back of a late reply.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::{Arc, Once};
 use std::time::Instant;
 
 use parking_lot::Mutex;
@@ -52,7 +52,12 @@ impl<H: Handler> Origin<'_, H> {
         let service = self.service;
         let len = match fault {
             Ok(()) => service.handler.handle(loaded.work, self),
-            Err(errno) => loaded.refuse(errno),
+            Err(errno) => {
+                if errno == Errno::FAULT {
+                    say_unshared();
+                }
+                loaded.refuse(errno)
+            }
         };
         (!self.left).then(|| len.min(loaded.work.writable.len()))
     }
@@ -184,6 +189,17 @@ impl<H: Handler> Transport for Origin<'_, H> {
         let ring = self.ring.clone();
         Some((Box::new(back), Box::new(move || ring.stopping().load(Ordering::SeqCst))))
     }
+}
+
+/// The frontend leaves out memory that it cannot share, without a message. Once, since the guest can do it at any time.
+fn say_unshared() {
+    static SAID: Once = Once::new();
+    SAID.call_once(|| {
+        tracing::warn!(
+            "a request of the guest uses memory that the frontend has not shared, and fails: memory that is added to \
+             a virtual machine must be shared like the rest (share=on with QEMU's memory backend)"
+        );
+    });
 }
 
 /// One of the requests that may wait without end.

@@ -12,7 +12,7 @@ use rustix::fs::{AtFlags, CWD, OFlags, StatxFlags, statx};
 use serde_json::json;
 use thruway::device::Urings;
 use thruway::fs::probe;
-use thruway::sandbox::{self, Sandbox, caps, seccomp};
+use thruway::sandbox::{self, Sandbox, caps, cgroup, seccomp};
 use thruway::window::Stores;
 use thruway::window::proxy::{self, Guard, GuardMode, Kind, Proxy};
 
@@ -31,6 +31,8 @@ pub enum Need {
     Guard,
     /// QEMU has shared memory regions, which windows need.
     Qemu,
+    /// The control group that a daemon would be in allows the memory of a virtual machine.
+    Memory,
     /// Files are named by handle instead of by descriptor.
     FileHandles,
     /// A guest with the agent hears of the host's changes.
@@ -49,6 +51,7 @@ impl Need {
             Self::Windows => "windows",
             Self::Guard => "guard",
             Self::Qemu => "qemu",
+            Self::Memory => "memory",
             Self::FileHandles => "file-handles",
             Self::Watch => "watch",
             Self::Mapping => "mapping",
@@ -151,7 +154,7 @@ fn entries(lines: &[Line]) -> Vec<serde_json::Value> {
 
 type Windows = std::result::Result<Proxy, sandbox::Error>;
 
-fn host(shared_dir: &Path, windows: &Windows, qemu: &str) -> [(Need, Found); 5] {
+fn host(shared_dir: &Path, windows: &Windows, qemu: &str) -> [(Need, Found); 6] {
     let guard = match windows {
         Ok(proxy) => match (proxy.guard(), proxy.shared_group()) {
             (Guard::On, None) => {
@@ -192,7 +195,32 @@ fn host(shared_dir: &Path, windows: &Windows, qemu: &str) -> [(Need, Found); 5] 
         (Need::Windows, made),
         (Need::Guard, guard),
         (Need::Qemu, qemu),
+        (Need::Memory, memory(cgroup::memory(), host_memory())),
     ]
+}
+
+/// Memory of this host, in bytes.
+fn host_memory() -> u64 {
+    let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let kib =
+        text.lines().find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix("kB")?.trim().parse().ok());
+    kib.map_or(u64::MAX, |kib: u64| kib << 10)
+}
+
+/// `all`: the host's memory. A higher limit is none.
+fn memory(limit: Option<cgroup::Limit>, all: u64) -> Found {
+    let limit = limit.filter(|limit| limit.most < all);
+    let Some(cgroup::Limit { file, most, .. }) = limit else {
+        return Ok("no control group limits the memory of a daemon started from here".into());
+    };
+    missing(
+        format!(
+            "a daemon started from here may have {most} bytes of memory ({}), and the pages of the guest's memory that \
+             it touches first count: the kernel may kill the daemon of a guest with more",
+            file.display()
+        ),
+        "raise the limit above the guest's memory",
+    )
 }
 
 /// Has another process enter the sandbox: whoever enters it does not come back.
@@ -367,6 +395,14 @@ fn kind(mounts: &str, id: u64) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_limit_of_memory_is_told() {
+        let limit = |most| Some(cgroup::Limit { file: "/g/memory.max".into(), most, used: 0 });
+        assert!(memory(None, 8).is_ok() && memory(limit(9), 8).is_ok());
+        assert!(memory(limit(7), 8).is_err_and(|missing| missing.why.contains("7 bytes of memory (/g/memory.max)")));
+        assert!((1 << 20..u64::MAX).contains(&host_memory()));
+    }
 
     #[test]
     fn a_mount_is_found_by_its_id() {
