@@ -394,10 +394,14 @@ impl Files for PassthroughFs {
         if self.window.is_some() {
             return Ok(Some(Wait::Others));
         }
-        let size = match fh.filter(|fh| !self.has_no_handle(*fh)) {
-            Some(fh) => stat(self.handles.get(node, fh)?.fd(), c"")?.stx_size,
+        let handle = fh.filter(|fh| !self.has_no_handle(*fh));
+        // The guest has it open: the daemon may not be able to open it again.
+        let spare = if handle.is_none() { fh.and_then(|_| inode.spare(OFlags::WRONLY)) } else { None };
+        let size = match (handle, spare) {
+            (Some(fh), _) => stat(self.handles.get(node, fh)?.fd(), c"")?.stx_size,
+            (None, Some(spare)) => stat(spare.fd(), c"")?.stx_size,
             // truncate(2) breaks a lease.
-            None => match inode.open(&self.places, OFlags::WRONLY) {
+            (None, None) => match inode.open(&self.places, OFlags::WRONLY) {
                 Err(Errno::AGAIN) => return Ok(Some(Wait::Others)),
                 file => stat(file?.as_fd(), c"")?.stx_size,
             },

@@ -9,6 +9,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use caps::{CapSet, Capability};
 use rustix::fs::{Mode, OFlags, openat};
 use rustix::io::Errno;
 use rustix::mount::{
@@ -351,6 +352,32 @@ fn a_temporary_file_is_not_lost() {
         sweep(&s);
         s.fs.link(entry.nodeid, ROOT_ID, c"named").unwrap();
         assert_eq!(s.host("named"), b"data");
+    }
+}
+
+/// An ordinary user's daemon has created a file that it may only read, and the guest has it open for writing.
+#[test]
+fn who_may_write_may_truncate() {
+    if !root() {
+        return;
+    }
+    for s in shares() {
+        let fs = s.fs.clone();
+        let ordinary = std::thread::spawn(move || {
+            fs.enter_thread();
+            caps::drop(None, CapSet::Effective, Capability::CAP_DAC_OVERRIDE).unwrap();
+            let create = CreateIn { flags: (libc::O_RDWR | libc::O_EXCL) as u32, mode: 0o444, ..Default::default() };
+            let made: Result<CreateOut> = answered(|reply| fs.create(ROOT_ID, c"f", &create, &me(), reply));
+            let node = made.unwrap().entry.nodeid;
+            assert_eq!(fs.inodes.get(node).unwrap().open(&fs.places, OFlags::WRONLY).err(), Some(Errno::ACCESS));
+            let valid = SetattrValid::SIZE | SetattrValid::FH;
+            for (size, wait) in [(5, None), (3, Some(Wait::Host))] {
+                assert_eq!(fs.truncating_waits(node, Some(0)), Ok(wait));
+                let attr = SetattrIn { valid: valid.bits(), size, ..Default::default() };
+                assert_eq!(fs.setattr(node, &attr, CALLER).map(|out| out.attr.size), Ok(size));
+            }
+        });
+        ordinary.join().unwrap();
     }
 }
 
