@@ -128,6 +128,9 @@ pub struct Watch {
     pub marks: u64,
     /// Files and directories of which an event would be told.
     pub nodes: u64,
+    /// Where parts of the share begin that cannot be watched, at most 16: file systems that do not tell of changes, and
+    /// subvolumes of Btrfs. Paths in the share, as far as the guest has looked into them.
+    pub unwatched: Vec<String>,
 }
 
 /// The guest agent (docs/guest.md).

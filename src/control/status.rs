@@ -146,7 +146,8 @@ fn watch(sources: &Sources) -> Watch {
         (Some(_), Some(_)) => fs.why_unwatchable().map(Into::into),
     };
     let watched = watched.unwrap_or_default();
-    Watch { switch: Switch::off(why), marks: watched.marks as u64, nodes: watched.nodes as u64 }
+    let unwatched = fs.unwatched().into_iter().map(|path| path.to_string_lossy().into_owned()).collect();
+    Watch { switch: Switch::off(why), marks: watched.marks as u64, nodes: watched.nodes as u64, unwatched }
 }
 
 fn migration(progress: Progress) -> Migration {

@@ -3,13 +3,17 @@
 //! The watch must see a file before its attributes are read, or it must be certain that it has missed nothing meanwhile
 //! (src/watch). A [`Sight`] is taken before a name is looked at.
 
+use std::collections::BTreeMap;
 use std::ffi::CStr;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use rustix::fs::{Statx, StatxAttributes};
+use rustix::io::Errno;
 
 use super::fd::{FdPath, open_path, stat};
 use super::inode::Inode;
@@ -52,7 +56,13 @@ pub(super) struct Leases {
     pub watch: Option<Watch>,
     /// It has been said that a file system cannot be watched.
     said: AtomicBool,
+    /// File systems and Btrfs subvolumes of the session that cannot be watched, at most [`UNWATCHED`]: a device number,
+    /// and a path in the share.
+    pub unwatched: Mutex<BTreeMap<u32, PathBuf>>,
 }
+
+/// As many as somebody would read. A share has few.
+const UNWATCHED: usize = 16;
 
 /// What was watched before a name was looked at.
 #[derive(Clone, Copy)]
@@ -143,7 +153,19 @@ impl PassthroughFs {
         }
         let Ok(file) = sys::file_id(fd, c"") else { return false };
         let directory = inode.format() == libc::S_IFDIR;
-        watch.mark(inode.id, file, Target { dir: None, path: FdPath::new(fd).as_cstr(), directory }).is_ok()
+        let marked = watch.mark(inode.id, file, Target { dir: None, path: FdPath::new(fd).as_cstr(), directory });
+        if marked == Err(Errno::XDEV) {
+            self.cannot_watch(inode, fd);
+        }
+        marked.is_ok()
+    }
+
+    /// Notes that a file's file system or subvolume cannot be watched.
+    fn cannot_watch(&self, inode: &Inode, fd: BorrowedFd) {
+        let mut unwatched = self.leases.unwatched.lock();
+        if unwatched.len() < UNWATCHED && !unwatched.contains_key(&inode.key.dev) {
+            unwatched.insert(inode.key.dev, self.path_at(fd).unwrap_or_default());
+        }
     }
 
     /// Whether the kernel reports all changes of this file's file system.
@@ -154,6 +176,9 @@ impl PassthroughFs {
                 "a file system of the share cannot be watched for changes by others (only ext2, ext3, ext4, XFS, \
                  Btrfs, F2FS and tmpfs can): the guest uses the timeouts of --cache for it"
             );
+        }
+        if !host.watchable {
+            self.cannot_watch(inode, fd);
         }
         host.watchable
     }

@@ -320,6 +320,7 @@ impl Control for PassthroughFs {
         self.knows_sgid_alone.store(false, Ordering::Relaxed);
         if let Some(watch) = &self.leases.watch {
             watch.clear();
+            self.leases.unwatched.lock().clear();
         }
         if let Some(window) = &self.window {
             window.reset();

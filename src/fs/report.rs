@@ -86,6 +86,12 @@ impl PassthroughFs {
         (!watchable).then_some("the kernel does not report all changes of this file system")
     }
 
+    /// Where parts of the share begin that cannot be watched, as far as the guest has looked into them: file systems
+    /// that do not tell, and subvolumes of Btrfs. Paths in the share; at most 16.
+    pub fn unwatched(&self) -> Vec<PathBuf> {
+        self.leases.unwatched.lock().values().cloned().collect()
+    }
+
     /// The inodes that come first in this order, at most `top`.
     pub fn top_inodes(&self, top: usize, order: InodeOrder) -> Vec<InodeFacts> {
         let mut opens: HashMap<u64, u32> = HashMap::new();
@@ -134,6 +140,11 @@ impl PassthroughFs {
     /// An inode's path in the share, if it is known without a search.
     pub(super) fn path_of(&self, inode: &Arc<Inode>) -> Option<PathBuf> {
         self.path_in(&self.root_path()?, inode)
+    }
+
+    /// A descriptor's path in the share, as /proc shows it.
+    pub(super) fn path_at(&self, fd: BorrowedFd) -> Option<PathBuf> {
+        Some(Path::new("/").join(self.shown(fd)?.strip_prefix(self.root_path()?).ok()?))
     }
 
     /// A descriptor's path, as /proc shows it.

@@ -111,7 +111,17 @@ fn switches(status: &Status) -> [(&'static str, &Switch, String); 7] {
         false => String::new(),
     };
     let watch = match status.watch.switch.on {
-        true => format!(", {} marks, {} files", status.watch.marks, status.watch.nodes),
+        true => {
+            let not = match &status.watch.unwatched[..] {
+                [] => String::new(),
+                // The guest may have made the names.
+                all => {
+                    let all: Vec<_> = all.iter().map(|path| path.escape_debug().to_string()).collect();
+                    format!(", not {} (no leases there)", all.join(" "))
+                }
+            };
+            format!(", {} marks, {} files{not}", status.watch.marks, status.watch.nodes)
+        }
         false => String::new(),
     };
     let agent = match status.agent.switch.on {
