@@ -85,7 +85,7 @@ impl PassthroughFs {
     /// `leased`: the guest hears of changes.
     fn attr_out(&self, node: &Inode, st: &Statx, leased: bool) -> AttrOut {
         let size = self.tell_size(node, st.stx_size);
-        let valid = self.attr_timeout(st, leased);
+        let valid = self.attr_timeout(st, leased && !node.has_writers());
         let attr = Attr { size, flags: self.dax_flag(node, st), ..self.attr(st) };
         AttrOut { attr_valid: valid.as_secs(), attr_valid_nsec: valid.subsec_nanos(), dummy: 0, attr }
     }
@@ -231,7 +231,7 @@ impl Attrs for PassthroughFs {
             self.with_either(&inode, fh, |fd| statx(fd, c"", flags, mask | StatxFlags::BASIC_STATS))
         })?;
         self.saw(&inode, &st);
-        let valid = self.attr_timeout(&st, leased);
+        let valid = self.attr_timeout(&st, leased && !inode.has_writers());
         let size = self.tell_size(&inode, st.stx_size);
         Ok(StatxOut {
             attr_valid: valid.as_secs(),

@@ -15,7 +15,7 @@
 //! 3. The change time has a fraction of a second. Some file systems keep whole seconds.
 //! 4. Nobody had the file open for writing after that tick began. A long write(2) sets the time before it copies the
 //!    data. A store through a mapping sets it only at a page's first store after the page was written back. The
-//!    daemon's own handles and windows count, and so do those of other daemons. A lease tells (`sys::is_unwritten`).
+//!    daemon's own handles and windows count, and so do those of other daemons. A lease tells (`sys::unwritten`).
 //!
 //! Who changes the file later must open it after the tick. So the change moves the time to that tick or a later one.
 //! Neither utimensat(2) nor anything else sets a change time back, except for a host's clock that is set back.

@@ -157,7 +157,12 @@ impl PassthroughFs {
             return Pages::Drop(0);
         }
         let look = || stat(file, c"").ok().map(|st| Stamp::of(&st));
-        inode.contents.opened(self.clock, look, reads.then_some(|| sys::is_unwritten(file)))
+        let unwritten = || {
+            let found = sys::unwritten(file);
+            self.found_writers(inode, found == Err(Errno::AGAIN));
+            found.is_ok()
+        };
+        inode.contents.opened(self.clock, look, reads.then_some(unwritten))
     }
 
     /// The guest reads by this handle.

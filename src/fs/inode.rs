@@ -69,6 +69,8 @@ pub struct Inode {
     spare: RwLock<Option<Spare>>,
     /// It was used since the last sweep.
     used: AtomicBool,
+    /// Somebody had it open for writing when the guest opened it last. Not all writes cause an event.
+    written: AtomicBool,
     /// It has no name left. Who closes it last lets go of it.
     removed: AtomicBool,
     /// Handles that the guest has, or is about to get.
@@ -268,6 +270,7 @@ impl Inode {
             place: RwLock::new(place),
             spare: RwLock::new(None),
             used: AtomicBool::new(false),
+            written: AtomicBool::new(false),
             removed: AtomicBool::new(false),
             opens: AtomicU32::new(0),
             swept: AtomicBool::new(false),
@@ -282,6 +285,16 @@ impl Inode {
     /// Notes that the guest is told this size.
     pub fn tell_size(&self, size: u64) {
         self.told_size.store(size, Ordering::Relaxed);
+    }
+
+    /// Whether somebody had it open for writing when the guest opened it last.
+    pub fn has_writers(&self) -> bool {
+        self.written.load(Ordering::Relaxed)
+    }
+
+    /// Notes whether somebody has it open for writing now. Whether that was known.
+    pub fn note_writers(&self, has: bool) -> bool {
+        self.written.swap(has, Ordering::Relaxed) == has
     }
 
     /// The file's type, S_IFMT bits.

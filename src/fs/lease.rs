@@ -270,6 +270,14 @@ impl PassthroughFs {
         self.agents.hand_out();
     }
 
+    /// Whether somebody has a file open for writing, as an open has found. Then its attributes are not leased: writes by
+    /// libaio cause no event before the file is closed.
+    pub(super) fn found_writers(&self, inode: &Inode, has: bool) {
+        if !inode.note_writers(has) && has && self.watch().is_some() {
+            self.look_again(inode.id);
+        }
+    }
+
     /// The guest has moved a file to this directory.
     pub(super) fn has_moved(&self, inode: &Inode, parent: u64) {
         let Some(watch) = self.watch() else { return };

@@ -131,7 +131,7 @@ impl PassthroughFs {
     pub(super) fn entry(&self, parent: &Inode, inode: &Arc<Inode>, st: &Statx, leased: bool) -> EntryOut {
         let size = self.tell_size(inode, st.stx_size);
         self.saw(inode, st);
-        let valid = self.attr_timeout(st, leased);
+        let valid = self.attr_timeout(st, leased && !inode.has_writers());
         let mut attr = Attr { size, flags: self.dax_flag(inode, st), ..self.attr(st) };
         let directory = inode.format() == libc::S_IFDIR;
         if inode.key.mount != parent.key.mount {

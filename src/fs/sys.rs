@@ -206,15 +206,18 @@ pub fn file_clock() -> Timespec {
     Timespec { tv_sec: now.tv_sec, tv_nsec: now.tv_nsec }
 }
 
-/// Whether no process has the file open for writing, or mapped so that it can store. False too if that cannot be told:
-/// the file is of another user and the process has no CAP_LEASE. `fd` is open for reading alone.
+/// Fails if a process has the file open for writing, or mapped so that it can store. `fd` is open for reading alone.
 ///
 /// The kernel gives a lease for reading only if this is so. The lease ends at once. Who opens the file for writing
 /// meanwhile waits for that moment, or gets EAGAIN with O_NONBLOCK.
-pub fn is_unwritten(fd: BorrowedFd) -> bool {
+///
+/// # Errors
+/// EAGAIN if it is so, EACCES if that cannot be told: the file is of another user and the process has no CAP_LEASE.
+pub fn unwritten(fd: BorrowedFd) -> Result<()> {
     // SAFETY: no memory is involved.
     let lease = |kind: i32| check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETLEASE, kind) }.into());
-    lease(libc::F_RDLCK).is_ok() && lease(libc::F_UNLCK).is_ok()
+    lease(libc::F_RDLCK)?;
+    lease(libc::F_UNLCK).map(drop)
 }
 
 /// Ignores SIGIO, by which the kernel asks for a lease back.

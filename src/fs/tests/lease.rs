@@ -808,6 +808,39 @@ fn without_an_agent_nothing_is_leased_or_marked() {
     assert_eq!((valid(&s.lookup(c"f").unwrap()), marked()), ((1, 1), 0));
 }
 
+/// Writes by libaio cause no event, so the attributes of a file that somebody has open for writing are not leased.
+#[test]
+fn a_file_that_others_write_has_no_leased_attributes() {
+    const L: u64 = LEASE.as_secs();
+    let (s, ears) = leased(&std::env::temp_dir(), Config::default(), 100);
+    let dev = s.fs.inodes.get(ROOT_ID).unwrap().key.dev;
+    let mut host = HostFs::default();
+    (host.watchable, host.times_tell) = (true, true);
+    s.fs.hosts.pretend(dev, host);
+    s.put("f", b"1");
+    let look = || {
+        ears.told.lock().clear();
+        valid(&s.lookup(c"f").unwrap())
+    };
+    while look() != (L, L) {}
+    let node = s.lookup(c"f").unwrap().nodeid;
+    let guest_reads = || {
+        let fh = open(&s.fs, node, libc::O_RDONLY).unwrap().fh;
+        s.fs.release(node, &ReleaseIn { fh, ..Default::default() }).unwrap();
+    };
+    guest_reads();
+    assert_eq!(look(), (L, L));
+    let writer = fs::OpenOptions::new().append(true).open(s.dir.path().join("f")).unwrap();
+    guest_reads();
+    // What was leased ends, and nothing is leased again.
+    ears.hears("a writer", |change| change.has(ops::REFRESH) && change.node == node);
+    assert_eq!(look(), (L, 1));
+    assert_eq!(s.fs.getattr(node, None).unwrap().attr_valid, 1);
+    drop(writer);
+    guest_reads();
+    assert_eq!(look(), (L, L));
+}
+
 #[test]
 fn leases_follow_the_cache_mode() {
     let valid = |config: Config, lease_timeout| {
