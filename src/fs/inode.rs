@@ -71,6 +71,8 @@ pub struct Inode {
     used: AtomicBool,
     /// Somebody had it open for writing when the guest opened it last. Not all writes cause an event.
     written: AtomicBool,
+    /// Whether names of this directory are the same in upper and lower case.
+    pub folds: Folds,
     /// It has no name left. Who closes it last lets go of it.
     removed: AtomicBool,
     /// Handles that the guest has, or is about to get.
@@ -108,6 +110,24 @@ impl Failures {
             true => Ok(()),
             false => Err(Errno::from_raw_os_error((now & Self::ERRNO) as i32)),
         }
+    }
+}
+
+/// Whether names of a directory are the same in upper and lower case, once it was asked for.
+#[derive(Default)]
+pub struct Folds(AtomicU8);
+
+impl Folds {
+    /// What was found.
+    pub fn get(&self) -> Option<bool> {
+        match self.0.load(Ordering::Relaxed) {
+            0 => None,
+            known => Some(known == 2),
+        }
+    }
+
+    pub fn set(&self, folds: Option<bool>) {
+        self.0.store(folds.map_or(0, |folds| 1 + u8::from(folds)), Ordering::Relaxed);
     }
 }
 
@@ -271,6 +291,7 @@ impl Inode {
             spare: RwLock::new(None),
             used: AtomicBool::new(false),
             written: AtomicBool::new(false),
+            folds: Folds::default(),
             removed: AtomicBool::new(false),
             opens: AtomicU32::new(0),
             swept: AtomicBool::new(false),

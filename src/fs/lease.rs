@@ -5,14 +5,14 @@
 
 use std::collections::BTreeMap;
 use std::ffi::CStr;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use rustix::fs::{Statx, StatxAttributes};
+use rustix::fs::{OFlags, Statx, StatxAttributes, ioctl_getflags};
 use rustix::io::Errno;
 
 use super::fd::{FdPath, open_path, stat};
@@ -61,6 +61,9 @@ pub(super) struct Leases {
     pub unwatched: Mutex<BTreeMap<u32, PathBuf>>,
 }
 
+/// A directory's flag, of include/uapi/linux/fs.h.
+const FS_CASEFOLD_FL: u32 = 0x4000_0000;
+
 /// As many as somebody would read. A share has few.
 const UNWATCHED: usize = 16;
 
@@ -71,6 +74,8 @@ pub(super) struct Sight {
     handled: Option<u64>,
     /// The directory is marked.
     pub named: bool,
+    /// Its names are the same in upper and lower case.
+    pub folds: bool,
 }
 
 /// Where a file was found.
@@ -140,10 +145,24 @@ impl PassthroughFs {
     /// To be called before a name in this directory is looked at.
     pub(super) fn sight(&self, parent: &Arc<Inode>, dir: BorrowedFd) -> Sight {
         let Some(watch) = self.watch().filter(|_| !self.is_apart(parent)) else {
-            return Sight { handled: None, named: false };
+            return Sight { handled: None, named: false, folds: false };
         };
         let handled = Some(watch.handled());
-        Sight { handled, named: watch.is_marked(parent.id) || self.mark(watch, parent, dir) }
+        let named = watch.is_marked(parent.id) || self.mark(watch, parent, dir);
+        Sight { handled, named, folds: self.folds_case(parent, dir) }
+    }
+
+    /// Whether names of a directory are the same in upper and lower case. A change is then told by another name than the
+    /// guest may know.
+    pub(super) fn folds_case(&self, dir: &Arc<Inode>, fd: BorrowedFd) -> bool {
+        if let Some(folds) = dir.folds.get() {
+            return folds;
+        }
+        let flags = |dir: OwnedFd| ioctl_getflags(dir).map(|flags| flags.bits() & FS_CASEFOLD_FL != 0);
+        let folds = !self.hosts.get(dir.key.dev, fd).remote
+            && dir.open(&self.places, OFlags::RDONLY | OFlags::DIRECTORY).and_then(flags).unwrap_or(false);
+        dir.folds.set(Some(folds));
+        folds
     }
 
     /// Marks a file by an O_PATH descriptor. Whether it is marked now.
@@ -256,7 +275,7 @@ impl PassthroughFs {
 
     /// How long a name may be kept. No event says that a mount is gone.
     pub(super) fn name_timeout(&self, sight: Sight, inode: &Inode) -> Duration {
-        self.timeout_of(sight.named && !self.is_dir_apart(inode))
+        self.timeout_of(sight.named && !sight.folds && !self.is_dir_apart(inode))
     }
 
     /// How long something may be kept. `leased`: the guest hears of changes.

@@ -180,8 +180,9 @@ impl PassthroughFs {
     pub(super) fn find(&self, parent: u64, name: &CStr, purpose: Purpose) -> Result<EntryOut> {
         self.within(parent, name, |parent, dir| {
             let leased = self.sight(parent, dir).named && self.hears();
+            let kept = leased || !self.config.negative_timeout.is_zero();
             match self.enter(parent, dir, name, purpose) {
-                Err(Errno::NOENT) if leased || !self.config.negative_timeout.is_zero() => Ok(self.missing(leased)),
+                Err(Errno::NOENT) if kept && !self.folds_case(parent, dir) => Ok(self.missing(leased)),
                 found => found,
             }
         })

@@ -841,6 +841,31 @@ fn a_file_that_others_write_has_no_leased_attributes() {
     assert_eq!(look(), (L, L));
 }
 
+/// A change is told by a name that the guest does not know the file by.
+#[test]
+fn names_are_not_leased_where_case_does_not_matter() {
+    const L: u64 = LEASE.as_secs();
+    let config = Config { negative_timeout: Duration::from_secs(5), ..Config::default() };
+    let (s, _ears) = leased(&std::env::temp_dir(), config.clone(), 100);
+    fs::create_dir(s.dir.path().join("dir")).unwrap();
+    fs::write(s.dir.path().join("dir/f"), "1").unwrap();
+    let dir = s.lookup(c"dir").unwrap().nodeid;
+    let look = |s: &Share, dir, name| s.fs.lookup(dir, name).map_or(0, |out| out.entry_valid);
+    assert_eq!((look(&s, dir, c"f"), look(&s, dir, c"missing")), (L, L));
+    let fold = |s: &Share, dir| s.fs.inodes.get(dir).unwrap().folds.set(Some(true));
+    fold(&s, dir);
+    assert_eq!((look(&s, dir, c"f"), look(&s, dir, c"missing")), (1, 0));
+    // The attributes are told of by the file's handle.
+    assert_eq!(s.fs.lookup(dir, c"f").unwrap().attr_valid, L);
+    // Other directories are as they were.
+    assert_eq!(look(&s, ROOT_ID, c"missing"), L);
+    // Without leases, too.
+    let s = share(config);
+    assert_eq!(look(&s, ROOT_ID, c"missing"), 5);
+    fold(&s, ROOT_ID);
+    assert_eq!(s.lookup(c"missing").err(), Some(Errno::NOENT));
+}
+
 #[test]
 fn leases_follow_the_cache_mode() {
     let valid = |config: Config, lease_timeout| {
