@@ -141,6 +141,8 @@ pub struct Options {
     pub lease_timeout: Duration,
 
     /// Let the guest collect writes in its page cache before it sends them
+    ///
+    /// It has no effect with --cache=metadata or never, since nothing is cached then.
     #[arg(help_heading = "Caching", long)]
     pub writeback: bool,
 

@@ -226,6 +226,12 @@ impl PassthroughFs {
         self.config.readonly || mounted().unwrap_or(false)
     }
 
+    /// Whether the guest keeps contents. Otherwise each write goes to the host at once, and only the times would be
+    /// those that the guest wrote back last.
+    fn keeps_contents(&self) -> bool {
+        matches!(self.config.cache, CachePolicy::Auto | CachePolicy::Always)
+    }
+
     /// The flags of a feature, if the guest is to have it.
     ///
     /// # Errors
@@ -244,6 +250,9 @@ impl PassthroughFs {
     /// Settles a session with a guest that offers these flags. `moved`: another daemon has settled them.
     fn settle(&self, offered: InitFlags, moved: bool) -> Result<Session> {
         let c = &self.config;
+        if c.writeback && !moved && !self.keeps_contents() {
+            tracing::warn!("with --cache=never and --cache=metadata, --writeback has no effect: nothing is collected");
+        }
         let mut wanted = InitFlags::ASYNC_READ
             | InitFlags::ATOMIC_O_TRUNC
             | InitFlags::BIG_WRITES
@@ -259,7 +268,7 @@ impl PassthroughFs {
             | InitFlags::ALLOW_IDMAP;
         for (on, flags) in [
             (c.readdirplus, InitFlags::DO_READDIRPLUS | InitFlags::READDIRPLUS_AUTO),
-            (c.writeback, InitFlags::WRITEBACK_CACHE),
+            (c.writeback && (moved || self.keeps_contents()), InitFlags::WRITEBACK_CACHE),
             (c.announce_submounts, InitFlags::SUBMOUNTS),
             (moved || c.killpriv_v2.unwrap_or_else(|| self.clears_privileges()), InitFlags::HANDLE_KILLPRIV_V2),
             (c.posix_lock, InitFlags::POSIX_LOCKS),

@@ -269,6 +269,18 @@ fn data_is_read_and_written_at_its_offset() {
 }
 
 #[test]
+fn what_is_not_cached_is_not_written_back() {
+    use CachePolicy::{Always, Auto, Metadata, Never};
+    for (cache, writes_back) in [(Never, false), (Auto, true), (Metadata, false), (Always, true)] {
+        let s = share(Config { cache, writeback: true, ..Config::default() });
+        assert_eq!(s.fs.has(InitFlags::WRITEBACK_CACHE), writes_back, "{cache:?}");
+        // A session that began elsewhere goes on as it is.
+        s.fs.settle(InitFlags::all(), true).unwrap();
+        assert!(s.fs.has(InitFlags::WRITEBACK_CACHE), "{cache:?}");
+    }
+}
+
+#[test]
 fn appends_go_to_the_hosts_end_and_page_writeback_does_not() {
     let s = plain();
     s.put("f", b"old");
