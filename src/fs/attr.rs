@@ -139,8 +139,14 @@ impl PassthroughFs {
 
     fn change(&self, fd: BorrowedFd, a: &SetattrIn, by: Caller, inode: &Arc<Inode>) -> Result<()> {
         let valid = SetattrValid::from_bits_truncate(a.valid);
-        if self.has(InitFlags::HANDLE_KILLPRIV_V2) && (valid - KILLS).is_empty() {
-            return self.clear_set_id(fd, by);
+        if (valid - KILLS).is_empty() {
+            if self.has(InitFlags::HANDLE_KILLPRIV_V2) {
+                self.clear_set_id(fd, by)?;
+            }
+            // The change time, and no more bits. Only the guest knows whether the caller may do that.
+            cred::keep_setid();
+            let _ = chownat(fd, c"", None, None, AtFlags::EMPTY_PATH);
+            return Ok(());
         }
         // The owner comes before the mode, since chown(2) clears set-id bits.
         if valid.intersects(SetattrValid::UID | SetattrValid::GID) {

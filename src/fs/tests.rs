@@ -268,6 +268,32 @@ fn data_is_read_and_written_at_its_offset() {
     assert_eq!(s.read(node, fh, 0, 5).err(), Some(Errno::BADF));
 }
 
+/// As chown(2) without ids, which a guest sends so.
+#[test]
+fn a_change_of_nothing_moves_the_change_time() {
+    let kills = SetattrValid::KILL_SUIDGID;
+    for (flags, valid) in [(InitFlags::all(), kills), (InitFlags::all() - InitFlags::HANDLE_KILLPRIV_V2, kills - kills)]
+    {
+        let s = plain();
+        s.fs.init(flags).unwrap();
+        s.put("f", b"");
+        let node = s.lookup(c"f").unwrap().nodeid;
+        let path = s.dir.path().join("f");
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        let changed = |attr: &Attr| (attr.ctime, attr.ctimensec);
+        let before = s.fs.getattr(node, None).unwrap().attr;
+        // Until the clock of file times has gone on.
+        let set = SetattrIn { valid: valid.bits(), ..Default::default() };
+        let tries = (0..500).map(|_| {
+            std::thread::sleep(Duration::from_millis(10));
+            s.fs.setattr(node, &set, CALLER).unwrap().attr
+        });
+        let after = tries.into_iter().find(|attr| changed(attr) != changed(&before));
+        let after = after.expect("the change time stays");
+        assert_eq!((after.mode, after.mtime, after.uid), (before.mode, before.mtime, before.uid));
+    }
+}
+
 #[test]
 fn what_is_not_cached_is_not_written_back() {
     use CachePolicy::{Always, Auto, Metadata, Never};
