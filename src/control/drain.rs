@@ -6,11 +6,10 @@ use std::time::{Duration, Instant};
 use hyper::StatusCode;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
-use tokio::task::spawn_blocking;
-use tokio::time::{sleep, timeout_at};
+use tokio::time::sleep;
 
-use super::Sources;
 use super::api::{Drained, Refusal};
+use super::{Aside, Sources};
 use crate::device::Monitor;
 
 /// How often to look whether requests are still in flight. A request takes some microseconds, and a drain happens
@@ -22,6 +21,8 @@ const LOOK: Duration = Duration::from_millis(2);
 pub struct Drain {
     /// How to end the one that is under way.
     now: Mutex<Option<Arc<Notify>>>,
+    /// For syncfs(2).
+    sync: Aside,
 }
 
 /// The queues are held as long as it lives.
@@ -69,18 +70,18 @@ pub async fn drain(state: &Arc<super::State>, most: Duration, hold: Duration) ->
     let locks = device.locks();
     let server = server.clone();
     // The thread goes on if its time is over.
-    let written = spawn_blocking(move || {
+    let written = state.drain.sync.run(until, move || {
         server.enter_thread();
         server.fs().sync_all()
     });
-    match timeout_at(until, written).await {
-        Ok(Ok(Ok(()))) => {}
-        Ok(Ok(Err(errno))) => {
+    match written.await {
+        Ok(Some(Ok(()))) => {}
+        Ok(Some(Err(errno))) => {
             let text = format!("the data cannot be written: {errno}: the queues go on");
             return Err((StatusCode::SERVICE_UNAVAILABLE, text));
         }
-        Ok(Err(e)) => return Err((StatusCode::SERVICE_UNAVAILABLE, format!("{e}: the queues go on"))),
-        Err(_) => {
+        Err(e) => return Err((StatusCode::SERVICE_UNAVAILABLE, format!("{e}: the queues go on"))),
+        Ok(None) => {
             let text = "the data is not written yet: the queues go on".to_owned();
             return Err((StatusCode::GATEWAY_TIMEOUT, text));
         }

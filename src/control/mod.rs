@@ -1,4 +1,5 @@
-//! The control socket (docs/control.md): HTTP/1.1 over a Unix socket, on one thread of its own.
+//! The control socket (docs/control.md): HTTP/1.1 over a Unix socket, on one thread of its own, which waits for no
+//! file.
 //!
 //! It reads what the others count, and few of its requests do something. Nothing here is on a queue's path, and nothing
 //! that a guest does reaches it. It takes no lock for longer than it takes to copy some numbers.
@@ -20,6 +21,8 @@ use std::time::Instant;
 
 use rustix::process::{Resource, getrlimit};
 use tokio::runtime::Builder;
+use tokio::sync::oneshot;
+use tokio::time::timeout_at;
 
 use crate::device::{Monitor, Urings};
 use crate::fs::PassthroughFs;
@@ -75,16 +78,14 @@ pub struct Facts {
 /// Those of starting the thread, and of the system calls for its events.
 pub fn start(listener: UnixListener, sources: Sources) -> io::Result<()> {
     listener.set_nonblocking(true)?;
-    // One request at a time waits on a thread: POST /drain for syncfs(2).
-    let runtime =
-        Builder::new_current_thread().enable_io().enable_time().max_blocking_threads(1).thread_name(NAME).build()?;
+    let runtime = Builder::new_current_thread().enable_io().enable_time().build()?;
     let listener = {
         let _inside = runtime.enter();
         tokio::net::UnixListener::from_std(listener)?
     };
     // The filter forbids to ask for it later.
     let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
-    let state = Arc::new(State { drain: Drain::default(), sources, descriptors });
+    let state = Arc::new(State { drain: Drain::default(), paths: Aside::default(), sources, descriptors });
     thread::Builder::new().name(NAME.into()).spawn(move || {
         state.sources.server.enter_thread();
         runtime.block_on(http::serve(listener, state));
@@ -99,6 +100,57 @@ const NAME: &str = "thruway-control";
 struct State {
     sources: Sources,
     drain: Drain,
+    /// For the paths of inodes.
+    paths: Aside,
     /// The limit of open descriptors.
     descriptors: u64,
+}
+
+/// Work that may wait for the host's file system. It has a thread of its own: on the socket's only thread, it would
+/// keep the queues held. There is one such work at a time; the next waits.
+#[derive(Default)]
+struct Aside(Arc<tokio::sync::Mutex<()>>);
+
+impl Aside {
+    /// `None` if it is not done by then. It goes on.
+    ///
+    /// # Errors
+    /// If there is no thread for it.
+    async fn run<T: Send + 'static>(
+        &self,
+        until: tokio::time::Instant,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> io::Result<Option<T>> {
+        let Ok(turn) = timeout_at(until, self.0.clone().lock_owned()).await else { return Ok(None) };
+        let (done, result) = oneshot::channel();
+        thread::Builder::new().name(NAME.into()).spawn(move || {
+            // Nobody may wait for it any more.
+            let _ = done.send(work());
+            drop(turn);
+        })?;
+        Ok(timeout_at(until, result).await.ok().and_then(Result::ok))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+
+    use tokio::time::Instant;
+
+    use super::*;
+
+    #[test]
+    fn work_that_hangs_holds_up_nothing() {
+        let runtime = Builder::new_current_thread().enable_time().build().unwrap();
+        let aside = Aside::default();
+        let (go, wait) = channel();
+        runtime.block_on(async {
+            assert_eq!(aside.run(Instant::now(), move || wait.recv().unwrap()).await.unwrap(), None);
+            assert_eq!(aside.run(Instant::now(), || ()).await.unwrap(), None);
+            go.send(()).unwrap();
+            let long = Instant::now() + std::time::Duration::from_secs(100);
+            assert_eq!(aside.run(long, || 7).await.unwrap(), Some(7));
+        });
+    }
 }

@@ -71,7 +71,7 @@ async fn serve(state: &Arc<State>, request: Request<Incoming>) -> Result<Answer,
                 Some("opens") => InodeOrder::Opens,
                 Some(_) => return Err(bad("by is 'nlookup' or 'opens'".into())),
             };
-            json(&status::inodes(sources, top as usize, order))
+            json(&status::inodes(state, top as usize, order).await?)
         }
         "/mappings" => json(&status::mappings(sources).await?),
         "/log" if request.method() == Method::PUT => {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use hyper::StatusCode;
 use tokio::sync::oneshot;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 
 use super::api::{
     Agent, Frontend, Guest, Inode, Inodes, Mappings, Migration, Queue, Range, Refusal, Slot, Status, Switch, Watch,
@@ -163,18 +163,29 @@ fn migration(progress: Progress) -> Migration {
 }
 
 /// GET /inodes
-pub fn inodes(sources: &Sources, top: usize, order: InodeOrder) -> Inodes {
-    let fs = sources.server.fs();
+///
+/// # Errors
+/// SERVICE_UNAVAILABLE while a file system of the host does not answer.
+pub async fn inodes(state: &Arc<State>, top: usize, order: InodeOrder) -> Result<Inodes, Refusal> {
+    let server = state.sources.server.clone();
+    let first = state.paths.run(Instant::now() + CONTROL_PATIENCE, move || {
+        server.enter_thread();
+        server.fs().top_inodes(top, order)
+    });
+    let busy = |why: String| (StatusCode::SERVICE_UNAVAILABLE, why + ": try again");
+    let first = first.await.map_err(|e| busy(e.to_string()))?;
+    let first = first.ok_or_else(|| busy("a file system of the host does not answer".into()))?;
+    let fs = state.sources.server.fs();
     let by = match order {
         InodeOrder::Lookups => "nlookup",
         InodeOrder::Opens => "opens",
     };
-    Inodes {
+    Ok(Inodes {
         known: fs.known_inodes() as u64,
         limit: fs.max_inodes() as u64,
         by: by.into(),
-        inodes: fs.top_inodes(top, order).into_iter().map(inode).collect(),
-    }
+        inodes: first.into_iter().map(inode).collect(),
+    })
 }
 
 fn inode(facts: InodeFacts) -> Inode {
