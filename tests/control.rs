@@ -37,7 +37,8 @@ impl Daemon {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir_all(dir.path().join("share/sub")).unwrap();
         fs::write(dir.path().join("share/sub/file"), "contents").unwrap();
-        let child = command(dir.path(), "socket").args(args).spawn().unwrap();
+        let log = fs::File::create(dir.path().join("log")).unwrap();
+        let child = command(dir.path(), "socket").args(args).stderr(log).spawn().unwrap();
         let mut daemon = Self { child, guest: None, dir };
         daemon.connect();
         daemon
@@ -561,6 +562,29 @@ fn a_drain_waits_for_requests_but_not_for_locks() {
     guest.request(1, Opcode::Setlk as u32, file, unlock.as_bytes(), b"", 0).unwrap();
     assert_eq!(guest.wait_for(1, waits, LONG).unwrap().len, 16);
     assert_eq!(drain(), 0);
+}
+
+/// The shared directory is removed on the host, and another one gets its name.
+#[test]
+fn a_removed_share_is_told() {
+    let daemon = Daemon::start(&[]);
+    let getattr = || daemon.guest().request(1, Opcode::Getattr as u32, ROOT_ID, &[0; 16], b"", 104).unwrap();
+    let is_removed = || daemon.get::<api::Status>("/status").shared_dir_removed;
+    let lines = || {
+        let log = fs::read_to_string(daemon.path("log")).unwrap();
+        log.lines().filter(|line| line.contains("the shared directory was removed")).count()
+    };
+    getattr();
+    assert!(!is_removed());
+    fs::remove_dir_all(daemon.path("share")).unwrap();
+    fs::create_dir(daemon.path("share")).unwrap();
+    for _ in 0..3 {
+        getattr();
+    }
+    assert!(is_removed());
+    // The log has a thread of its own.
+    wait_until("is told", || lines() > 0);
+    assert_eq!(lines(), 1);
 }
 
 /// As root, where the daemon gets no more threads: what it would have other threads do, io_uring's among them, its

@@ -31,6 +31,8 @@ pub struct Status {
     pub uptime_s: f64,
     /// `--shared-dir`, as an absolute path on the host.
     pub shared_dir: String,
+    /// It was removed on the host. The guest sees an empty directory, whatever has its name now.
+    pub shared_dir_removed: bool,
     /// The socket for the frontend; none with `--fd`.
     pub socket: Option<String>,
     /// The option's name without dashes, and its value in force. Lists have commas between their values. An option that

@@ -38,6 +38,7 @@ pub fn status(state: &Arc<State>) -> Status {
         pid: facts.pid,
         uptime_s: facts.since.elapsed().as_secs_f64(),
         shared_dir: facts.shared_dir.to_string_lossy().into_owned(),
+        shared_dir_removed: sources.server.fs().is_removed(),
         socket: facts.socket.as_ref().map(|path| path.to_string_lossy().into_owned()),
         options: facts.options.clone(),
         log: (sources.log)(None).unwrap_or_default(),

@@ -196,6 +196,15 @@ impl PassthroughFs {
 }
 
 impl PassthroughFs {
+    fn say_removed(&self) {
+        if !self.said_removed.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                "the shared directory was removed on the host: the guest sees an empty one, whatever has its name now; \
+                 to share that, start the daemon anew"
+            );
+        }
+    }
+
     fn truncate_unopened(&self, node: u64, a: &SetattrIn) -> Result<()> {
         self.with_file(node, a.fh, (Use::Write, 0, true), |file| ftruncate(file.fd, a.size))
     }
@@ -208,6 +217,9 @@ impl Attrs for PassthroughFs {
             Some(fh) => stat(self.handles.get(node, fh)?.fd(), c""),
             None => inode.stat(&self.places),
         })?;
+        if node == ROOT_ID && st.stx_nlink == 0 {
+            self.say_removed();
+        }
         self.saw(&inode, &st);
         Ok(self.attr_out(&inode, &st, leased))
     }

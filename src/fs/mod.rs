@@ -92,6 +92,8 @@ pub struct PassthroughFs {
     session: AtomicU64,
     /// The guest has been told of a file with a set-group-ID bit that its group may not execute.
     knows_sgid_alone: AtomicBool,
+    /// The log says that the shared directory is gone.
+    said_removed: AtomicBool,
     window: Option<Arc<Window>>,
     /// The files that the guest maps with `dax=inode`.
     grants: Grants,
@@ -150,6 +152,7 @@ impl PassthroughFs {
             capability,
             session: AtomicU64::new(0),
             knows_sgid_alone: AtomicBool::new(false),
+            said_removed: AtomicBool::new(false),
             proc_self_fd,
             window: None,
             grants: Grants::default(),

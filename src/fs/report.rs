@@ -7,7 +7,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
-use rustix::fs::{OFlags, fstat, readlinkat};
+use rustix::fs::{AtFlags, OFlags, StatxFlags, fstat, readlinkat, statx};
 
 use super::PassthroughFs;
 use super::inode::{Inode, Place};
@@ -90,6 +90,17 @@ impl PassthroughFs {
     /// that do not tell, and subvolumes of Btrfs. Paths in the share; at most 16.
     pub fn unwatched(&self) -> Vec<PathBuf> {
         self.leases.unwatched.lock().values().cloned().collect()
+    }
+
+    /// Whether the shared directory was removed on the host, as far as its server last said.
+    pub fn is_removed(&self) -> bool {
+        let Ok(root) = self.inodes.get(ROOT_ID) else { return false };
+        let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+        let st = match &*root.place() {
+            Place::Fd(fd) => statx(fd, c"", flags, StatxFlags::NLINK).ok(),
+            _ => None,
+        };
+        st.is_some_and(|st| st.stx_nlink == 0)
     }
 
     /// The inodes that come first in this order, at most `top`.

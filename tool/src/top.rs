@@ -74,7 +74,8 @@ pub fn status(options: &StatusOptions) -> Result {
 fn describe(status: &Status) -> String {
     let mut text = String::new();
     let mut line = |name: &str, value: &str| writeln!(text, "{name:14} {value}").unwrap_or(());
-    line("share", &status.shared_dir);
+    let removed = if status.shared_dir_removed { " (removed on the host: start the daemon anew)" } else { "" };
+    line("share", &format!("{}{removed}", status.shared_dir));
     line("daemon", &format!("thruwayd {}, process {}, up {}", status.version, status.pid, long(status.uptime_s)));
     line("socket", status.socket.as_deref().unwrap_or("given by --fd"));
     let queues = |frontend: &thruway::control::api::Frontend| {
