@@ -354,6 +354,8 @@ fn kept_descriptors_give_way_at_the_limit() {
     const LIMIT: usize = 400;
     let limit = format!("--rlimit-nofile={LIMIT}");
     let daemon = Process::start(&["--keep-alive", "--num-request-queues=1", &limit]);
+    // Some are the test's, which the daemon has inherited.
+    let own = std::fs::read_dir(format!("/proc/{}/fd", daemon.child.id())).unwrap().count();
     let names: Vec<_> = (0..LIMIT).map(|n| format!("many-{n}\0")).collect();
     for name in &names {
         std::fs::write(daemon.dir.path().join("share").join(name.trim_end_matches('\0')), "").unwrap();
@@ -369,9 +371,9 @@ fn kept_descriptors_give_way_at_the_limit() {
         }
     };
     assert_eq!(full, libc::ENFILE);
-    // The daemon has a few of them for itself besides its share.
+    // No more than a few for a mount or a deputy come to the daemon's own.
     let most = LIMIT - LIMIT / 4;
-    assert!((most - 40..most).contains(&fhs.len()), "{}", fhs.len());
+    assert!((most - own - 10..most).contains(&fhs.len()), "{} and {own}", fhs.len());
     for n in 0..100 {
         let release = ReleaseIn { fh: fhs[n], ..Default::default() };
         daemon.call::<[u8; 0]>(Opcode::Release, nodes[n], release.as_bytes()).unwrap();
