@@ -171,7 +171,7 @@ impl Files for Anything {
     fn waits(&self, node: u64, _fh: u64) -> bool {
         node % 2 == 1
     }
-    fn fsync(&self, node: u64, _fh: u64, _datasync: bool) -> Result<()> {
+    fn fsync(&self, node: u64, _fh: u64, _datasync: bool, _by: Caller) -> Result<()> {
         ask(node)
     }
     fn fallocate(&self, node: u64, _args: &FallocateIn) -> Result<()> {
