@@ -152,8 +152,8 @@ impl PassthroughFs {
         Sight { handled, named, folds: self.folds_case(parent, dir) }
     }
 
-    /// Whether names of a directory are the same in upper and lower case. A change is then told by another name than the
-    /// guest may know.
+    /// Whether names of a directory are the same in upper and lower case. A change is then told by another name than
+    /// the guest may know.
     pub(super) fn folds_case(&self, dir: &Arc<Inode>, fd: BorrowedFd) -> bool {
         if let Some(folds) = dir.folds.get() {
             return folds;
@@ -289,8 +289,8 @@ impl PassthroughFs {
         self.agents.hand_out();
     }
 
-    /// Whether somebody has a file open for writing, as an open has found. Then its attributes are not leased: writes by
-    /// libaio cause no event before the file is closed.
+    /// Whether somebody has a file open for writing, as an open has found. Then its attributes are not leased: writes
+    /// by libaio cause no event before the file is closed.
     pub(super) fn found_writers(&self, inode: &Inode, has: bool) {
         if !inode.note_writers(has) && has && self.watch().is_some() {
             self.look_again(inode.id);

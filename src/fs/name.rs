@@ -249,7 +249,8 @@ impl PassthroughFs {
         }
     }
 
-    /// The guest has moved a file to this place. It takes its leases along. `sight`: of the directory, if it is watched.
+    /// The guest has moved a file to this place. It takes its leases along. `sight`: of the directory, if it is
+    /// watched.
     fn follow(&self, sight: Option<Sight>, dir: BorrowedFd, name: &CStr, parent: &Inode) {
         if sight.is_some_and(|sight| !sight.named) {
             announce::look_up_again(&self.agents, parent.id, name.to_bytes());

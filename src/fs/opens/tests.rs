@@ -588,12 +588,12 @@ fn few_descriptors_serve_many_files() {
             node
         })
         .collect();
-    // One is the share's root, one is its mount's, which handles need.
-    assert!(s.descriptors() <= most + 2);
+    // One is the share's root, one is its mount's, which handles need, and one a sweep has opened in another's place.
+    assert!(s.descriptors() <= most + 3);
     for (n, node) in nodes.iter().enumerate() {
         assert_eq!(s.read(*node, 0, 0, 9).unwrap(), n.to_le_bytes());
     }
-    assert!(s.descriptors() <= most + 2);
+    assert!(s.descriptors() <= most + 3);
     // They were written to, and nobody has asked for a sync.
     (0..100).for_each(|_| s.fs.places.kept.sweep());
     assert!(s.descriptors() <= 2);
