@@ -1,6 +1,8 @@
 //! A hostile guest beside a good neighbour. While each attack ([`attack`]) runs, another guest with its own daemon, and
 //! the host, work on the same share and check every byte.
 //!
+//! All the while, another process of the host holds the lock of a file that the neighbour has begun to write to.
+//!
 //! A run fails on a wrong byte, on an error in the neighbour's work, if a daemon ends, or if a daemon holds more
 //! memory, descriptors, threads or log than the limits allow. The table at the end also shows the neighbour's p99
 //! times, with and without the attack. The test does not judge these: `make neighbours` measures them with the release
@@ -9,6 +11,8 @@
 //! `sched_setaffinity(2)` separates the guests: if there are two CPUs, the neighbour has one to itself.
 
 mod attack;
+#[path = "../locked/mod.rs"]
+mod locked;
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -23,10 +27,11 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use tempfile::TempDir;
 use thruway::fuse::abi::*;
 use thruway::limits;
-use thruway_bench::frontend::{Frontend, Options, Window};
+use thruway_bench::frontend::{Frontend, Options, Token, Window};
 use zerocopy::{FromBytes, IntoBytes};
 
 use attack::{ATTACKS, Hostile};
+use locked::Locked;
 
 /// Rounds of the neighbour's work in a test, and in `make neighbours`: enough for a p99 with a few hundred values above
 /// it.
@@ -60,31 +65,29 @@ fn main() -> ExitCode {
     if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-const HEADER: &str =
-    "attack                               steps  p99 getattr  x     p99 read 4k  x     memory   fds   threads  log";
+const HEADER: &str = "\
+attack                                steps p99 in us: getattr   x    read    x   write    x  rename    x  unlink    \
+x   memory  fds  threads log";
 
 /// The result of one attack.
 struct Seen {
     name: String,
     steps: u64,
-    /// The neighbour's p99 times, in µs.
-    getattr: u64,
-    read: u64,
+    /// The neighbour's p99 times, in µs, of [`KINDS`].
+    times: [u64; KINDS],
     daemon: Use,
     complaints: Vec<String>,
 }
 
 impl Seen {
     fn row(&self, alone: &Self) -> String {
-        let times = |now: u64, then: u64| now as f64 / then.max(1) as f64;
+        let times = self.times.iter().zip(alone.times);
+        let times = times.map(|(now, then)| format!(" {now:7} {:4.1}", *now as f64 / then.max(1) as f64));
         format!(
-            "{:36} {:6} {:9} us {:4.1} {:10} us {:4.1} {:5} MiB {:6} {:8} {:4} KiB",
+            "{:36} {:6}           {} {:4} MiB {:5} {:8} {:4} KiB",
             self.name,
             self.steps,
-            self.getattr,
-            times(self.getattr, alone.getattr),
-            self.read,
-            times(self.read, alone.read),
+            times.collect::<String>(),
             self.daemon.memory >> 20,
             self.daemon.descriptors,
             self.daemon.threads,
@@ -101,6 +104,8 @@ fn run(name: &str, attack: fn(&mut Hostile), rounds: u64) -> Seen {
         fs::create_dir(share.join(part)).unwrap();
     }
     let cpus = sched_getaffinity(None).unwrap();
+    // `None` where userfaultfd(2) is not allowed.
+    let holder = Locked::new(&File::create(share.join("neighbour/locked")).unwrap());
     pin(&cpus, 1);
     let mut daemon = Daemon::start(&dir, "hostile");
     pin(&cpus, 0);
@@ -159,12 +164,17 @@ fn run(name: &str, attack: fn(&mut Hostile), rounds: u64) -> Seen {
             (Times::default(), None)
         }
     };
+    // Until now, the neighbour's write to the locked file has waited.
+    drop(holder);
+    let waits = neighbour.as_ref().and_then(|neighbour| Some((neighbour, times.waits?)));
+    if waits.is_some_and(|((guest, _), token)| guest.wait_for(1, token, PATIENCE).is_err()) {
+        complaints.push("the write to the locked file did not end".into());
+    }
     drop(neighbour);
     complaints.extend(daemon.end().err());
     complaints.extend(other.end().err());
     complaints.extend(most.excess());
-    let Times { mut getattr, mut read } = times;
-    Seen { name: name.to_owned(), steps, getattr: p99(&mut getattr), read: p99(&mut read), daemon: most, complaints }
+    Seen { name: name.to_owned(), steps, times: times.of.map(p99), daemon: most, complaints }
 }
 
 /// Pins the calling thread and its children to the `n`th of these CPUs, if there is one.
@@ -303,14 +313,19 @@ impl Use {
 /// lines per [`limits::LOG_PERIOD`].
 const LOG: u64 = 1 << 20;
 
-/// The neighbour's times in µs.
+/// What is measured: GETATTR, READ and WRITE of 4 KiB, RENAME, UNLINK.
+const KINDS: usize = 5;
+
+/// Of the neighbour's work.
 #[derive(Default)]
 struct Times {
-    getattr: Vec<u64>,
-    read: Vec<u64>,
+    /// In µs.
+    of: [Vec<u64>; KINDS],
+    /// The write to the locked file, if it waits.
+    waits: Option<Token>,
 }
 
-fn p99(times: &mut [u64]) -> u64 {
+fn p99(mut times: Vec<u64>) -> u64 {
     times.sort_unstable();
     times.get(times.len().saturating_sub(1) * 99 / 100).copied().unwrap_or(0)
 }
@@ -326,9 +341,15 @@ fn work(guest: &Frontend, rounds: u64) -> Result<Times, String> {
     let call = |opcode: Opcode, node, body: &[u8], extra: &[u8], room| {
         guest.request(1, opcode as u32, node, body, extra, room).map_err(|e| format!("the neighbour's {opcode:?}: {e}"))
     };
+    let timed = |times: &mut Times, kind: usize, opcode, node, body: &[u8], extra: &[u8], room| {
+        let start = Instant::now();
+        let reply = call(opcode, node, body, extra, room);
+        times.of[kind].push(start.elapsed().as_micros() as u64);
+        reply
+    };
     let entry = call(Opcode::Lookup, ROOT_ID, b"neighbour\0", &[], size_of::<EntryOut>())?;
     let dir = EntryOut::read_from_bytes(&entry).unwrap().nodeid;
-    let mut times = Times::default();
+    let mut times = Times { waits: write_to_locked(guest, dir), ..Default::default() };
     let mut files = Vec::new();
     for n in 0..FILES {
         let args = CreateIn { flags: libc::O_RDWR as u32, mode: 0o600, ..Default::default() };
@@ -343,20 +364,24 @@ fn work(guest: &Frontend, rounds: u64) -> Result<Times, String> {
         let data = pattern(n, round);
         let offset = (round / FILES % 16) * BLOCK as u64;
         let write = WriteIn { fh, offset, size: BLOCK as u32, ..Default::default() };
-        call(Opcode::Write, node, write.as_bytes(), &data, size_of::<WriteOut>())?;
+        timed(&mut times, 2, Opcode::Write, node, write.as_bytes(), &data, size_of::<WriteOut>())?;
         let read = ReadIn { fh, offset, size: BLOCK as u32, ..Default::default() };
-        let start = Instant::now();
-        let back = call(Opcode::Read, node, read.as_bytes(), &[], BLOCK)?;
-        times.read.push(start.elapsed().as_micros() as u64);
+        let back = timed(&mut times, 1, Opcode::Read, node, read.as_bytes(), &[], BLOCK)?;
         if back != data {
             return Err(format!("the neighbour's file {n} has a wrong byte in round {round}"));
         }
-        let start = Instant::now();
-        let attr = call(Opcode::Getattr, node, GetattrIn::default().as_bytes(), &[], size_of::<AttrOut>())?;
-        times.getattr.push(start.elapsed().as_micros() as u64);
+        let args = GetattrIn::default();
+        let attr = timed(&mut times, 0, Opcode::Getattr, node, args.as_bytes(), &[], size_of::<AttrOut>())?;
         let size = AttrOut::read_from_bytes(&attr).unwrap().attr.size;
         if size < offset + BLOCK as u64 {
             return Err(format!("the neighbour's file {n} has {size} bytes in round {round}"));
+        }
+        if round % 8 == 0 {
+            let mknod = MknodIn { mode: libc::S_IFREG | 0o600, ..Default::default() };
+            call(Opcode::Mknod, dir, &[mknod.as_bytes(), b"old\0"].concat(), &[], size_of::<EntryOut>())?;
+            let rename = [RenameIn { newdir: dir }.as_bytes(), b"old\0new\0"].concat();
+            timed(&mut times, 3, Opcode::Rename, dir, &rename, &[], 0)?;
+            timed(&mut times, 4, Opcode::Unlink, dir, b"new\0", &[], 0)?;
         }
         if round % 64 == 0 {
             let name = format!("made{round}\0");
@@ -366,6 +391,18 @@ fn work(guest: &Frontend, rounds: u64) -> Result<Times, String> {
         }
     }
     Ok(times)
+}
+
+/// Begins to write to the locked file. A queue's worker waits then.
+fn write_to_locked(guest: &Frontend, dir: u64) -> Option<Token> {
+    let entry = guest.request(1, Opcode::Lookup as u32, dir, b"locked\0", &[], size_of::<EntryOut>()).unwrap();
+    let node = EntryOut::read_from_bytes(&entry).unwrap().nodeid;
+    let open = OpenIn { flags: libc::O_RDWR as u32, open_flags: 0 };
+    let open = guest.request(1, Opcode::Open as u32, node, open.as_bytes(), &[], size_of::<OpenOut>()).unwrap();
+    let fh = OpenOut::read_from_bytes(&open).unwrap().fh;
+    let write = WriteIn { fh, size: 1, ..Default::default() };
+    let (_, head) = guest.header(Opcode::Write as u32, node, size_of::<WriteIn>() + 1);
+    guest.submit(1, &[&head, write.as_bytes(), b"x"], &[16, size_of::<WriteOut>()]).ok()
 }
 
 /// The work of a process on the host in the meantime.
