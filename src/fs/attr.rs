@@ -6,8 +6,8 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use rustix::fs::{
-    AtFlags, CWD, Gid, Mode, Statx, StatxFlags, Timespec, Timestamps, UTIME_NOW, UTIME_OMIT, Uid, chmodat, chownat,
-    fstatfs, ftruncate, makedev, statx, utimensat,
+    AtFlags, CWD, Gid, Mode, Statx, StatxAttributes, StatxFlags, Timespec, Timestamps, UTIME_NOW, UTIME_OMIT, Uid,
+    chmodat, chownat, fstatfs, ftruncate, makedev, statx, utimensat,
 };
 use rustix::io::Errno;
 
@@ -16,7 +16,7 @@ use super::fd::{FdPath, stat};
 use super::idmap::{BadId, NO_ID};
 use super::inode::Inode;
 use super::opens::Use;
-use super::{cred, is_mounted_read_only, sys};
+use super::{cred, is_mounted_read_only, key, sys};
 use crate::fuse::abi::*;
 use crate::fuse::ops::{Attrs, Caller, Result};
 
@@ -29,6 +29,9 @@ const KILLS: SetattrValid =
 /// What a guest with a write-back cache sends of each file that it has removed (fuse_flush_times() of fs/fuse/inode.c).
 /// Its syncfs(2) would tell of a failure.
 const OWN_TIMES: SetattrValid = SetattrValid::MTIME.union(SetattrValid::CTIME);
+
+/// The inode number of a submount's root, without the mount's id. No file system of Linux but overlayfs uses this bit.
+const SUBMOUNT_INO: u64 = 1 << 63;
 
 /// Whether this is a regular file with a set-group-ID bit that its group may not execute. Such a bit gives nobody
 /// anything, and Linux leaves it to who is in the file's group (setattr_should_drop_sgid() of fs/attr.c).
@@ -48,10 +51,23 @@ fn clear_bits(fd: BorrowedFd, st: &Statx, bits: u32) -> Result<()> {
 }
 
 impl PassthroughFs {
+    /// The inode number as the guest sees it. Where the guest makes a superblock of its own of a submount, the root of
+    /// the submount stands in two: in its own, and where it is mounted. There it must have another number than all
+    /// directories above it, and the roots of file systems often have the same. find(1), du(1) and others tell a loop
+    /// by that.
+    fn ino(&self, st: &Statx) -> u64 {
+        let root = st.stx_attributes.contains(StatxAttributes::MOUNT_ROOT);
+        let directory = u32::from(st.stx_mode) & libc::S_IFMT == libc::S_IFDIR;
+        match root && directory && self.has(InitFlags::SUBMOUNTS) && !self.inodes.is_root_mount(key::mount(st)) {
+            true => SUBMOUNT_INO | u64::from(key::mount(st)),
+            false => st.stx_ino,
+        }
+    }
+
     /// Attributes as the guest sees them, without flags.
     pub(super) fn attr(&self, st: &Statx) -> Attr {
         Attr {
-            ino: st.stx_ino,
+            ino: self.ino(st),
             size: st.stx_size,
             blocks: st.stx_blocks,
             atime: st.stx_atime.tv_sec as u64,
@@ -313,7 +329,7 @@ impl PassthroughFs {
             uid: self.config.uid_map.to_guest(st.stx_uid),
             gid: self.config.gid_map.to_guest(st.stx_gid),
             mode: st.stx_mode,
-            ino: st.stx_ino,
+            ino: self.ino(st),
             size: st.stx_size,
             blocks: st.stx_blocks,
             attributes_mask: st.stx_attributes_mask.bits(),

@@ -219,7 +219,12 @@ impl Inodes {
 
     /// Whether it is on the mount of the shared directory.
     pub fn is_on_root_mount(&self, inode: &Inode) -> bool {
-        inode.key.mount == self.root.key.mount
+        self.is_root_mount(inode.key.mount)
+    }
+
+    /// Whether this is the id of the mount of the shared directory.
+    pub fn is_root_mount(&self, mount: u32) -> bool {
+        mount == self.root.key.mount
     }
 
     /// To be called before the file `name` in `parent` loses this name. `dir`: a descriptor of the directory. A file

@@ -18,6 +18,8 @@ fill_shares() {
     mkdir -p "$work"/shares/{readonly,readonly-mount,xattrmap,overlay,translate,submounts,onefs,readdir,user,user-none,user-mapped,legacy,mapped-ids,idmapped}
     cd "$work/shares" || return
     echo 'a secret of the host' >secret
+    # Both roots have the same inode number, as those of any two tmpfs or ext4.
+    mount -t tmpfs tmpfs submounts
     mkdir readonly/dir readdir/many submounts/mounted onefs/mounted
     echo 'from the host' | tee readonly/file readdir/file user/hosts >user-none/hosts
     from_tree setfattr -n user.host -v host readonly/file readdir/file
