@@ -699,8 +699,10 @@ def test_locks(d):
         refused(EAGAIN, fcntl.lockf, mine, fcntl.LOCK_EX | fcntl.LOCK_NB, 10, 105)
         fcntl.lockf(mine, fcntl.LOCK_EX | fcntl.LOCK_NB, 10, 110)
         asked = struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 0, 1000, 0)
-        kind, _, start, length, _ = struct.unpack("hhqqi4x", fcntl.fcntl(mine, fcntl.F_GETLK, asked))
+        kind, _, start, length, pid = struct.unpack("hhqqi4x", fcntl.fcntl(mine, fcntl.F_GETLK, asked))
         equal((kind, start, length), (fcntl.F_WRLCK, 100, 10))
+        # The holder's, or none where the lock is the host's.
+        assert pid in (os.getppid(), 0), pid
         refused(EWOULDBLOCK, fcntl.flock, mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     fcntl.flock(fd, fcntl.LOCK_SH)
