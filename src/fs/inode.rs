@@ -610,26 +610,28 @@ impl Inode {
         Ok(())
     }
 
-    /// Whether the file, which was [held](Self::hold), has no name left. It may have got another one meanwhile.
-    pub fn is_nameless(&self) -> bool {
-        let nameless = |fd: &OwnedFd| stat(fd.as_fd(), c"").map_or(true, |st| st.stx_nlink == 0);
-        matches!(&*self.place.read_recursive(), Place::Fd(fd) if nameless(fd))
+    /// The attributes of the file, which was [held](Self::hold), if it has no name left. It may have got another one
+    /// meanwhile.
+    pub fn nameless(&self) -> Option<Statx> {
+        let Place::Fd(fd) = &*self.place.read_recursive() else { return None };
+        stat(fd.as_fd(), c"").ok().filter(|st| st.stx_nlink == 0)
     }
 
-    /// From now on, the file is held only as long as it is open.
-    pub fn remove(&self) {
+    /// From now on, the file is held only as long as it is open. `last`: its attributes.
+    pub fn remove(&self, last: Statx) {
         self.removed.store(true, Ordering::SeqCst);
         if self.opens.load(Ordering::SeqCst) == 0 {
-            self.let_go();
+            self.let_go(Some(last));
         }
     }
 
     /// Closes a removed file, whose space is free then. Not while a request uses it: it goes when the guest forgets it.
-    fn let_go(&self) {
+    /// `last`: its attributes, if they are known.
+    fn let_go(&self, last: Option<Statx>) {
         let place = self.place.try_write().and_then(|mut place| {
             let Place::Fd(fd) = &*place else { return None };
-            let last = Box::new(stat(fd.as_fd(), c"").ok()?);
-            Some(std::mem::replace(&mut *place, Place::Removed(last)))
+            let last = last.or_else(|| stat(fd.as_fd(), c"").ok())?;
+            Some(std::mem::replace(&mut *place, Place::Removed(Box::new(last))))
         });
         let spare = self.spare.try_write().map(|mut spare| spare.take());
         // Closed without a lock, which may take long.
@@ -719,7 +721,7 @@ pub struct Open(Arc<Inode>);
 impl Drop for Open {
     fn drop(&mut self) {
         if self.0.opens.fetch_sub(1, Ordering::SeqCst) == 1 && self.0.removed.load(Ordering::SeqCst) {
-            self.0.let_go();
+            self.0.let_go(None);
         }
     }
 }

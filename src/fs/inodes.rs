@@ -259,11 +259,9 @@ impl Inodes {
 
     /// The name of this [pinned](Self::pin) file was removed. Whether the file is: then another may get its key.
     pub fn was_removed(&self, inode: &Arc<Inode>) -> bool {
-        let removed = inode.is_nameless();
-        if removed {
-            self.by_key.remove_if(&inode.key, |_, known| Arc::ptr_eq(known, inode));
-            inode.remove();
-        }
-        removed
+        let Some(last) = inode.nameless() else { return false };
+        self.by_key.remove_if(&inode.key, |_, known| Arc::ptr_eq(known, inode));
+        inode.remove(last);
+        true
     }
 }
