@@ -17,7 +17,7 @@ use super::jobs::{EntryJob, Jobs, SlotJob};
 use super::shared::Source;
 use super::space::{Stores, hole};
 use super::sys;
-use super::table::{Change, ENTRIES, EntryState, Filled, LEN, Line, Table};
+use super::table::{Change, ENTRIES, EntryState, Filled, LEN, Line, Look, Table};
 use super::times::{Times, Touch};
 use crate::fuse::ops::{Answer, Result};
 
@@ -278,7 +278,7 @@ impl Passthrough {
     /// Makes a kept entry live again, for the first open of its node (session, node, index). If that fails, the open
     /// has no passthrough: the slot has just been taken away, or the guest might not store to it.
     fn revive(&self, (session, node, index): (u64, u64, u32), file: BorrowedFd) -> Option<u32> {
-        let live = self.table.update(index, |line| self.make_live(line, file, None, true));
+        let live = self.live(index, file, None, true);
         let passes = self.decide(session, node, index, live.is_ok());
         if !passes {
             let nodes = self.nodes.lock();
@@ -295,20 +295,21 @@ impl Passthrough {
     /// # Errors
     /// EAGAIN if there is more to do; ENOSPC.
     pub(super) fn fill(&self, index: u32, file: BorrowedFd) -> Result<Filled> {
+        let look = self.table.look(index);
         let (st, stores) = (fstat(file)?, Stores::of(file)?);
         let size = st.st_size as u64;
-        let (holes, from) = self.table.update(index, |line| {
+        let (holes, from) = look.update(|line| {
             let Filled { holes, size, blocks } = line.filled;
             // Others may have taken blocks away since the last part.
             let is_known = holes == line.holes && blocks <= st.st_blocks as u64;
             (line.holes, if is_known { size } else { 0 })
-        });
+        })?;
         if stores == Stores::Memory {
             let from = hole(file, from.min(size), size)?;
             let end = size.min(from.saturating_add(stores.at_once()));
             stores.allocate(file, from, end)?;
             let blocks = fstat(file)?.st_blocks as u64;
-            self.table.update(index, |line| line.filled = Filled { holes, size: end, blocks });
+            look.update(|line| line.filled = Filled { holes, size: end, blocks })?;
             if end < size {
                 return Err(Errno::AGAIN);
             }
@@ -323,27 +324,27 @@ impl Passthrough {
     /// EOPNOTSUPP if it may not, or if a load from a hole would take memory, which may be short; EAGAIN if there is no
     /// slot.
     pub(super) fn live(&self, index: u32, file: BorrowedFd, filled: Option<Filled>, stores: bool) -> Result<()> {
-        self.table.update(index, |line| self.make_live(line, file, filled, stores))
-    }
-
-    fn make_live(&self, line: &mut Line, file: BorrowedFd, filled: Option<Filled>, stores: bool) -> Result<()> {
+        let look = self.table.look(index);
         let st = fstat(file)?;
-        let mut hole = self.hole(file, 0, st.st_size as u64)?;
-        if stores && hole < st.st_size as u64 {
+        let size = st.st_size as u64;
+        let hole = self.hole(file, 0, size)?;
+        if stores && hole < size {
             return Err(Errno::OPNOTSUPP);
         }
-        if hole < st.st_size as u64 && Stores::of(file)? == Stores::Memory {
-            // Pages that were allocated and not written look like holes.
-            match filled {
-                Some(filled) if filled.holes == line.holes && filled.size >= st.st_size as u64 => hole = filled.size,
+        let in_memory = Stores::of(file)? == Stores::Memory;
+        look.update(|line| {
+            let hole = match filled {
+                _ if hole >= size || !in_memory => hole,
+                // Pages that were allocated and not written look like holes.
+                Some(filled) if filled.holes == line.holes && filled.size >= size => filled.size,
                 _ => return Err(Errno::OPNOTSUPP),
-            }
-        }
-        line.step(Change::Map)?;
-        line.hole = hole;
-        note(line, &st);
-        settle(line);
-        Ok(())
+            };
+            line.step(Change::Map)?;
+            line.hole = hole;
+            note(line, &st);
+            settle(line);
+            Ok(())
+        })?
     }
 
     /// The first byte between `from` and `size` for which a store may have to find room.
@@ -448,22 +449,45 @@ impl Passthrough {
 
     /// `len` bytes of a node's file were written at `at`, or at its end. Call this before the request is answered.
     pub fn wrote(&self, node: u64, file: BorrowedFd, at: Option<u64>, len: u64) {
-        let Some(index) = self.index(node) else { return };
-        let revoked = self.table.update(index, |line| {
-            let Ok(st) = fstat(file) else { return false };
-            let (old, size) = (line.entry().size, st.st_size as u64);
-            let at = at.unwrap_or(size.saturating_sub(len));
-            if at > old {
-                self.skipped(line, old);
-            }
-            if (at..at.saturating_add(len)).contains(&line.hole) {
-                // Search from the hole on, since others may have punched holes into what was written.
-                line.hole = self.hole(file, line.hole, size).unwrap_or(line.hole);
-            }
-            note(line, &st);
+        let Some(look) = self.looking(node) else { return };
+        let Ok(st) = fstat(file) else { return };
+        let size = st.st_size as u64;
+        let at = at.unwrap_or(size.saturating_sub(len));
+        let hole = look.update(|line| {
+            self.skips_to(line, at);
+            line.hole
+        });
+        // Search from the hole on, since others may have punched holes into what was written.
+        let covered = hole.ok().filter(|hole| (at..at.saturating_add(len)).contains(hole));
+        let next = covered.map(|hole| self.hole(file, hole, size).unwrap_or(hole));
+        self.noted(look, &st, next);
+    }
+
+    /// The right to look at a node's file, if it has an entry.
+    fn looking(&self, node: u64) -> Option<Look<'_>> {
+        let look = self.table.look(self.index(node)?);
+        // While this waited, the entry may have become another node's.
+        (look.update(|line| line.entry().nodeid) == Ok(node)).then_some(look)
+    }
+
+    /// Something was written or allocated at `at`: there may be a hole between the end of the file and there.
+    fn skips_to(&self, line: &mut Line, at: u64) {
+        let old = line.entry().size;
+        if at > old {
+            self.skipped(line, old);
+        }
+    }
+
+    /// Notes what a look has found. `hole`: the first hole, if it was looked for.
+    fn noted(&self, look: Look, st: &Stat, hole: Option<u64>) {
+        let (index, _) = look.entry();
+        let revoked = look.update(|line| {
+            hole.into_iter().for_each(|hole| line.hole = hole);
+            note(line, st);
             settle(line)
         });
-        self.changed(index, revoked);
+        drop(look);
+        self.changed(index, revoked == Ok(true));
     }
 
     /// Whether a node's file has yet to get the time of what the guest has stored in place. Never waits.
@@ -503,37 +527,39 @@ impl Passthrough {
     /// `len` bytes of a node's file from `at` on now have blocks, unless somebody has punched a hole since `since`.
     pub fn allocated(&self, since: &Holes, file: BorrowedFd, at: u64, len: u64) {
         let Holes(index, before) = *since;
-        let revoked = self.table.update(index, |line| {
-            let Ok(st) = fstat(file) else { return false };
-            let (old, size, end) = (line.entry().size, st.st_size as u64, at.saturating_add(len));
-            if at > old {
-                self.skipped(line, old);
-            }
-            if (at..end).contains(&line.hole) && line.holes == before {
-                // An allocation without FALLOC_FL_UNSHARE_RANGE leaves blocks shared.
-                let (from, done) = (line.hole, end.min(size));
-                let own = match (self.settings.writable, Stores::of(file)) {
-                    (Writable::InPlace, Ok(Stores::Unshared)) => first_shared(file, from, done),
-                    _ => done,
-                };
-                line.hole = if own < done { own } else { self.hole(file, done, size).unwrap_or(from) };
-            }
-            note(line, &st);
-            settle(line)
+        let look = self.table.look(index);
+        let Ok(st) = fstat(file) else { return };
+        let (size, end) = (st.st_size as u64, at.saturating_add(len));
+        let hole = look.update(|line| {
+            self.skips_to(line, at);
+            (line.holes == before).then_some(line.hole)
         });
-        self.changed(index, revoked);
+        let covered = hole.ok().flatten().filter(|hole| (at..end).contains(hole));
+        let next = covered.map(|hole| {
+            let done = end.min(size);
+            // An allocation without FALLOC_FL_UNSHARE_RANGE leaves blocks shared.
+            let own = match (self.settings.writable, Stores::of(file)) {
+                (Writable::InPlace, Ok(Stores::Unshared)) => first_shared(file, hole, done),
+                _ => done,
+            };
+            if own < done { own } else { self.hole(file, done, size).unwrap_or(hole) }
+        });
+        self.noted(look, &st, next);
     }
 
     /// Runs `punch`, which punches a hole into a node's file.
     pub fn punching<R>(&self, node: u64, at: u64, punch: impl FnOnce() -> R) -> R {
         let Some(index) = self.index(node) else { return punch() };
         let skip = || {
-            self.table.update(index, |line| {
-                self.skipped(line, at);
-                // The blocks that it takes must not look like a change by others.
-                line.blocks = 0;
-                settle(line)
-            })
+            let skipped = self.looking(node).map(|look| {
+                look.update(|line| {
+                    self.skipped(line, at);
+                    // The blocks that it takes must not look like a change by others.
+                    line.blocks = 0;
+                    settle(line)
+                })
+            });
+            skipped == Some(Ok(true))
         };
         let before = skip();
         let done = punch();
@@ -554,55 +580,78 @@ impl Passthrough {
     /// A thread has found the file to have this size in bytes and `blocks` blocks. `look` looks again.
     pub fn saw(&self, node: u64, found: u64, blocks: u64, look: impl FnOnce() -> Result<(u64, u64)>) {
         let Some(index) = self.index(node) else { return };
-        let revoked = self.table.update(index, |line| {
-            // While this guest truncates the file, the size is not final.
-            let resized = found != line.entry().size && line.limits.is_empty();
-            if !line.state().is_mapped() || !resized && blocks >= line.blocks {
-                return false;
-            }
-            let Ok((size, blocks)) = look() else { return false };
+        // While this guest truncates the file, the size is not final.
+        let resized = |line: &Line| found != line.entry().size && line.limits.is_empty();
+        let differs = |line: &mut Line| line.state().is_mapped() && (resized(line) || blocks < line.blocks);
+        if !self.table.update(index, differs) {
+            return;
+        }
+        let Some(held) = self.looking(node) else { return };
+        if held.update(differs) != Ok(true) {
+            return;
+        }
+        let Ok((size, blocks)) = look() else { return };
+        let Ok((file, old, is_resized)) = held.update(|line| (line.file.clone(), line.entry().size, resized(line)))
+        else {
+            return;
+        };
+        let found = self.beyond(file.as_deref(), old, size);
+        let revoked = held.update(|line| {
             if blocks < line.blocks {
                 // Others have taken some. The daemon finds out which when the guest has let go.
                 self.skipped(line, 0);
                 line.blocks = blocks;
             }
-            if resized {
-                self.resized(line, size);
+            if is_resized {
+                self.resized(line, size, found);
             }
             settle(line)
         });
-        self.changed(index, revoked);
+        drop(held);
+        self.changed(index, revoked == Ok(true));
     }
 
     /// Others have changed the file of an entry: its size may be another, and there may be holes.
     pub(super) fn look(&self, index: u32, file: BorrowedFd) {
-        let revoked = self.table.update(index, |line| {
-            let Ok(st) = fstat(file) else { return false };
+        let held = self.table.look(index);
+        let Ok(st) = fstat(file) else { return };
+        let Ok(old) = held.update(|line| line.entry().size) else { return };
+        let size = st.st_size as u64;
+        let found = self.beyond(Some(&file), old, size);
+        // Allocated blocks that nobody has written look like a hole. The guest then only has to look again. On XFS
+        // the guard reports by itself who comes to share blocks.
+        let in_place = self.settings.writable == Writable::InPlace;
+        let hole = if in_place { hole(file, 0, size).unwrap_or(0) } else { u64::MAX };
+        let revoked = held.update(|line| {
             if !line.state().is_mapped() {
                 return false;
             }
             if line.limits.is_empty() {
-                self.resized(line, st.st_size as u64);
+                self.resized(line, size, found);
             }
-            // Allocated blocks that nobody has written look like a hole. The guest then only has to look again. On XFS
-            // the guard reports by itself who comes to share blocks.
-            let in_place = self.settings.writable == Writable::InPlace;
-            let hole = if in_place { hole(file, 0, st.st_size as u64).unwrap_or(0) } else { u64::MAX };
-            if hole < line.hole.min(st.st_size as u64) {
+            if hole < line.hole.min(size) {
                 self.skipped(line, hole);
             }
             line.blocks = st.st_blocks as u64;
             settle(line)
         });
-        self.changed(index, revoked);
+        drop(held);
+        self.changed(index, revoked == Ok(true));
     }
 
-    /// Others have given the file this size.
-    fn resized(&self, line: &mut Line, size: u64) {
+    /// The first hole of a file between its `old` end and its new one.
+    fn beyond(&self, file: Option<impl AsFd>, old: u64, size: u64) -> u64 {
+        match file {
+            Some(file) if size > old => self.hole(file.as_fd(), old, size).unwrap_or(old),
+            _ => old,
+        }
+    }
+
+    /// Others have given the file this size. `found`: the first hole [`beyond`](Self::beyond) the old one.
+    fn resized(&self, line: &mut Line, size: u64, found: u64) {
         let old = line.entry().size;
         if size > old {
             // The others may have made it longer by a hole, or appended to it.
-            let found = line.file.as_ref().and_then(|file| self.hole(file.as_fd(), old, size).ok()).unwrap_or(old);
             match found >= size && line.hole >= old {
                 true => line.hole = line.hole.max(found),
                 false => self.skipped(line, found),
@@ -625,34 +674,26 @@ impl Passthrough {
         size: impl FnOnce() -> Result<u64>,
     ) -> Result<R> {
         let limit = |line: &mut Line| {
-            (line.entry().nodeid == node).then(|| {
-                line.limits.push(to);
-                let old = line.entry().size;
-                resize(line, old);
-                old
-            })
+            line.limits.push(to);
+            let old = line.entry().size;
+            resize(line, old);
+            old
         };
-        let limited = self.index(node);
-        let old = limited.and_then(|index| self.table.update(index, limit));
+        let limited = self.looking(node).and_then(|look| Some((look.entry(), look.update(limit).ok()?)));
         let done = run();
-        if let Some(index) = limited.filter(|_| old.is_some()) {
-            self.table.update(index, |line| {
-                let limit = line.limits.iter().position(|limit| line.entry().nodeid == node && *limit == to);
-                limit.map(|at| line.limits.swap_remove(at))
-            });
-        }
-        // Meanwhile an open may have taken over the old size, or the entry may have become another node's.
-        let Some(index) = self.index(node) else { return done };
-        let revoked = self.table.update(index, |line| {
-            if line.entry().nodeid != node {
-                return false;
-            }
+        // Meanwhile an open may have taken over the old size. The node may have another entry by now, without limits.
+        let Some(look) = self.looking(node) else { return done };
+        let size = size();
+        let old = limited.filter(|(entry, _)| *entry == look.entry()).map(|(_, old)| old);
+        let revoked = look.update(|line| {
+            let limit = line.limits.iter().position(|limit| old.is_some() && *limit == to);
+            limit.map(|at| line.limits.swap_remove(at));
             if to > line.entry().size {
                 self.skipped(line, line.entry().size);
             }
             // The blocks that a cut takes must not look like a change by others.
             line.blocks = 0;
-            match size() {
+            match size {
                 Ok(size) => resize(line, size),
                 // Both failed, so the size is what it was.
                 Err(_) if done.is_err() => old.into_iter().for_each(|old| resize(line, old)),
@@ -661,7 +702,9 @@ impl Passthrough {
             forget_past_end(line);
             settle(line)
         });
-        self.changed(index, revoked);
+        let (index, _) = look.entry();
+        drop(look);
+        self.changed(index, revoked == Ok(true));
         done
     }
 

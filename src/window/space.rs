@@ -100,102 +100,133 @@ fn has_all_pages(file: BorrowedFd, size: u64) -> bool {
 /// Anybody may make a file longer by a hole within such a range. The guest stores there only when it knows the new
 /// size, and only this daemon tells it, after it has allocated the blocks.
 #[derive(Default)]
-pub struct Promises(DashMap<u64, Arc<Mutex<Promise>>>);
+pub struct Promises(DashMap<u64, Arc<Promise>>);
 
+/// Lock rule: `allocating` before `made`. `allocating` is held over system calls on the file; who revokes takes `made`
+/// alone.
 struct Promise {
     file: Arc<OwnedFd>,
     stores: Stores,
-    /// Where in the file they begin.
+    /// Whoever allocates, or learns of blocks that came or went.
+    allocating: Mutex<()>,
+    made: Mutex<Made>,
+}
+
+#[derive(Default)]
+struct Made {
+    /// Where in the file the ranges begin.
     ranges: BTreeSet<u64>,
     /// All of them have blocks up to here.
     end: u64,
+    /// How many calls of [`Promises::add`] have yet to add their range.
+    adding: usize,
 }
 
 impl Promise {
-    /// `to`: the file's present or next size in bytes.
-    fn grow(&mut self, to: u64) -> Result<()> {
-        for &from in self.ranges.range(self.end.saturating_sub(RANGE)..to) {
-            self.stores.allocate(&self.file, from.max(self.end), to.min(from + RANGE))?;
+    /// `to`: the file's present or next size in bytes. To be called with `allocating`.
+    fn grow(&self, to: u64) -> Result<()> {
+        let (ranges, end) = {
+            let made = self.made.lock();
+            // A process of the host may have made the file shorter.
+            let from = made.end.saturating_sub(RANGE).min(to);
+            (made.ranges.range(from..to).copied().collect::<Vec<_>>(), made.end)
+        };
+        for from in ranges.into_iter().filter(|_| to > end) {
+            self.stores.allocate(&self.file, from.max(end), to.min(from + RANGE))?;
         }
-        self.end = self.end.max(to);
+        self.made.lock().end = end.max(to);
+        Ok(())
+    }
+
+    /// Allocates the range at `from`, and adds it.
+    fn add(&self, from: u64) -> Result<()> {
+        let _allocating = self.allocating.lock();
+        let size = fstat(&self.file)?.st_size as u64;
+        let end = self.made.lock().end.max(size);
+        self.stores.allocate(&self.file, from, end.min(from + RANGE))?;
+        self.grow(size)?;
+        self.made.lock().ranges.insert(from);
         Ok(())
     }
 }
 
 impl Promises {
-    /// Allocates the blocks of the range at `from`, now and when its file grows.
+    /// Allocates the blocks of the range at `from`, now and when its file grows. May wait for the file.
     ///
     /// # Errors
     /// ENOSPC, EDQUOT and other errors of allocation; EOPNOTSUPP if the file system cannot allocate.
     pub fn add(&self, node: u64, file: &Arc<OwnedFd>, stores: Stores, from: u64) -> Result<()> {
         let new = || {
-            let (ranges, end) = (BTreeSet::new(), 0);
-            Arc::new(Mutex::new(Promise { file: file.clone(), stores, ranges, end }))
+            let (allocating, made) = Default::default();
+            Arc::new(Promise { file: file.clone(), stores, allocating, made })
         };
-        let known = self.0.entry(node).or_insert_with(new).clone();
-        let mut promise = known.lock();
-        let size = fstat(&promise.file)?.st_size as u64;
-        let done =
-            stores.allocate(file, from, promise.end.max(size).min(from + RANGE)).and_then(|()| promise.grow(size));
-        if done.is_ok() {
-            promise.ranges.insert(from);
-        }
-        drop(promise);
+        let promise = {
+            let entry = self.0.entry(node).or_insert_with(new);
+            entry.made.lock().adding += 1;
+            entry.clone()
+        };
+        let done = promise.add(from);
+        promise.made.lock().adding -= 1;
         self.drop_empty(node);
         done
     }
 
     pub fn remove(&self, node: u64, from: u64) {
         let Some(promise) = self.get(node) else { return };
-        promise.lock().ranges.remove(&from);
+        promise.made.lock().ranges.remove(&from);
         self.drop_empty(node);
     }
 
-    /// Only the mapper adds and removes.
     fn drop_empty(&self, node: u64) {
-        self.0.remove_if(&node, |_, promise| promise.lock().ranges.is_empty());
+        let is_empty = |made: &Made| made.ranges.is_empty() && made.adding == 0;
+        self.0.remove_if(&node, |_, promise| is_empty(&promise.made.lock()));
     }
 
     /// Whether the range at `from` has a promise.
     pub fn has(&self, node: u64, from: u64) -> bool {
-        self.get(node).is_some_and(|promise| promise.lock().ranges.contains(&from))
+        self.get(node).is_some_and(|promise| promise.made.lock().ranges.contains(&from))
     }
 
-    fn get(&self, node: u64) -> Option<Arc<Mutex<Promise>>> {
+    fn get(&self, node: u64) -> Option<Arc<Promise>> {
         self.0.get(&node).map(|promise| promise.clone())
     }
 
     /// Where the file system puts stores to a node's ranges. `None` if it has no range.
     pub fn stores(&self, node: u64) -> Option<Stores> {
-        self.get(node).map(|promise| promise.lock().stores)
+        self.get(node).map(|promise| promise.stores)
     }
 
-    /// Call this before the guest can know that the file has `to` bytes.
+    /// Call this before the guest can know that the file has `to` bytes. May wait for the file.
     ///
     /// # Errors
     /// As [`add`](Self::add). The guest must then not learn of the size.
     pub fn grows(&self, node: u64, to: u64) -> Result<()> {
-        match self.get(node) {
-            Some(promise) if to > promise.lock().end => promise.lock().grow(to),
-            _ => Ok(()),
+        let Some(promise) = self.get(node) else { return Ok(()) };
+        if to <= promise.made.lock().end {
+            return Ok(());
         }
+        let _allocating = promise.allocating.lock();
+        promise.grow(to)
     }
 
     /// The guest has written these bytes by a message, so they have blocks or reserved room. On a full disk, allocating
     /// them again could fail.
     pub fn filled(&self, node: u64, bytes: impl FnOnce() -> std::ops::Range<u64>) {
         let Some(promise) = self.get(node) else { return };
-        let (mut promise, bytes) = (promise.lock(), bytes());
-        if bytes.start <= promise.end {
-            promise.end = promise.end.max(bytes.end);
+        let _allocating = promise.allocating.lock();
+        let bytes = bytes();
+        let mut made = promise.made.lock();
+        if bytes.start <= made.end {
+            made.end = made.end.max(bytes.end);
         }
     }
 
     /// The file was cut off at `to`, and so were its blocks.
     pub fn shrunk(&self, node: u64, to: u64) {
         if let Some(promise) = self.get(node) {
-            let mut promise = promise.lock();
-            promise.end = promise.end.min(to);
+            let _allocating = promise.allocating.lock();
+            let mut made = promise.made.lock();
+            made.end = made.end.min(to);
         }
     }
 }

@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::io::Errno;
 use rustix::param::page_size;
@@ -194,6 +194,8 @@ pub struct Line {
     pub limits: Vec<u64>,
     /// The guest was allowed to store to the node's file.
     stores: bool,
+    /// How many nodes the entry has had, in all sessions.
+    life: u64,
     seq: u32,
 }
 
@@ -260,14 +262,40 @@ impl Line {
 
 /// The guest may write to the memory, so the daemon reads nothing but the guest's own words from it.
 ///
-/// Lock rule: one line at a time, as the last lock but for that of `Times`, and no call to the frontend while it
-/// is held. A thread stats the line's file under the lock, so that the last one to look writes last.
+/// Lock rule: one line at a time, as the last lock but for that of `Times`, and no system call and no call to the
+/// frontend while it is held: who revokes takes it. Who looks at the line's file holds its [`Look`] first.
 pub struct Table {
     memory: MmapRegion<()>,
     lines: Box<[Mutex<Line>]>,
+    looks: Box<[Mutex<()>]>,
     revocations: Mutex<u32>,
     /// Those of all sessions.
     all_revocations: AtomicU64,
+}
+
+/// The right to look at an entry's file and to note what is there. There is one for each entry, so that the last thread
+/// that looks writes last. It is held over system calls on the file, which may take as long as others like, so who
+/// revokes never takes it. Only who has it changes a line's size, holes, blocks and limits.
+pub struct Look<'a> {
+    table: &'a Table,
+    index: u32,
+    life: u64,
+    _held: MutexGuard<'a, ()>,
+}
+
+impl Look<'_> {
+    /// The entry's index, and which of the nodes that it has had this is.
+    pub const fn entry(&self) -> (u32, u64) {
+        (self.index, self.life)
+    }
+
+    /// [`Table::update`] of the entry.
+    ///
+    /// # Errors
+    /// ESTALE if the entry is another node's by now, or another session's.
+    pub fn update<R>(&self, change: impl FnOnce(&mut Line) -> R) -> Result<R, Errno> {
+        self.table.update(self.index, |line| if line.life == self.life { Ok(change(line)) } else { Err(Errno::STALE) })
+    }
 }
 
 impl Table {
@@ -278,8 +306,9 @@ impl Table {
         fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         let memory = MmapRegion::from_file(FileOffset::new(fd.into(), 0), LEN as usize).map_err(io::Error::other)?;
         let lines = (0..ENTRIES).map(|_| Mutex::default()).collect();
+        let looks = (0..ENTRIES).map(|_| Mutex::default()).collect();
         let (revocations, all_revocations) = Default::default();
-        let table = Self { memory, lines, revocations, all_revocations };
+        let table = Self { memory, lines, looks, revocations, all_revocations };
         table.clear();
         Ok(table)
     }
@@ -294,7 +323,7 @@ impl Table {
         *self.revocations.lock() = 0;
         self.put(REVOCATIONS, 0u32, Ordering::Relaxed);
         for index in 1..ENTRIES {
-            self.update(index, |line| *line = Line { seq: line.seq, ..Line::default() });
+            self.update(index, |line| *line = Line { seq: line.seq, life: line.life + 1, ..Line::default() });
             [ACK, STORED, USED].iter().for_each(|word| self.put(guest_at(index, *word), 0u32, Ordering::Relaxed));
         }
         for (at, value) in HEADER.into_iter().chain([(PAGE_SIZE, page_size() as u32)]) {
@@ -319,6 +348,12 @@ impl Table {
             self.put(REVOCATIONS, revocations.to_le(), Ordering::Release);
         }
         result
+    }
+
+    /// Waits until nobody else looks at the file of an entry.
+    pub fn look(&self, index: u32) -> Look<'_> {
+        let held = self.looks[index as usize % self.looks.len()].lock();
+        Look { table: self, index, life: self.update(index, |line| line.life), _held: held }
     }
 
     /// The entries that are not free, by index.
@@ -366,6 +401,7 @@ impl Table {
     pub fn begin(&self, index: u32, node: u64) {
         self.update(index, |line| {
             line.set_node(node);
+            line.life += 1;
             (line.missed, line.limits, line.filled) = (0, Vec::new(), Filled::default());
         });
         self.take(index, STORED);
