@@ -326,10 +326,7 @@ impl Watch {
         }
         let flags = libc::FAN_MARK_ADD | target.flags();
         match fanotify::mark(shared.group.as_fd(), flags, target.mask(), target.start(), Some(target.path)) {
-            Ok(()) => {
-                shared.table.write().set_marked(node, true);
-                Ok(())
-            }
+            Ok(()) => shared.keep(node, file, target),
             Err(e) => {
                 let errno = e.raw_os_error().map_or(Errno::IO, Errno::from_raw_os_error);
                 if errno == Errno::NOSPC {
@@ -380,6 +377,24 @@ impl Watch {
 }
 
 impl Shared {
+    /// Notes a mark that the kernel has. To be called with `marking`.
+    ///
+    /// # Errors
+    /// ENOENT if the guest has forgotten the node meanwhile. The mark is gone then.
+    fn keep(&self, node: u64, file: FileId, target: Target) -> Result<(), Errno> {
+        let mut table = self.table.write();
+        if table.has(node) {
+            table.set_marked(node, true);
+            return Ok(());
+        }
+        if !table.of(Some(file)).iter().any(|node| table.is_marked(*node)) {
+            drop(table);
+            let flags = libc::FAN_MARK_REMOVE | target.flags();
+            let _ = fanotify::mark(self.group.as_fd(), flags, target.mask(), target.start(), Some(target.path));
+        }
+        Err(Errno::NOENT)
+    }
+
     fn is_full(&self) {
         limits::Limit::Watches.reached();
         self.full.store(true, Ordering::Relaxed);

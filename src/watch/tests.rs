@@ -503,6 +503,31 @@ fn marks_and_nodes_have_a_limit() {
     assert!(bench.watch.add(100, id), "it is there already");
 }
 
+/// The mark would count for nobody.
+#[test]
+fn a_node_that_is_forgotten_while_it_is_marked_leaves_no_mark() {
+    let bench = Bench::new(&std::env::temp_dir(), 2);
+    fs::create_dir(bench.path("inside/d")).unwrap();
+    let (path, id) = (c_path(&bench.path("inside/d")), bench.id("inside/d"));
+    let target = || Target { dir: None, path: &path, directory: true };
+    let shared = &bench.watch.shared;
+    let marks = || {
+        let info = fs::read_to_string(format!("/proc/self/fdinfo/{}", shared.group.as_raw_fd())).unwrap();
+        info.lines().filter(|line| line.starts_with("fanotify ino:")).count()
+    };
+    let before = marks();
+    let mark = || {
+        let flags = libc::FAN_MARK_ADD | target().flags();
+        fanotify::mark(shared.group.as_fd(), flags, target().mask(), target().start(), Some(&path)).unwrap();
+    };
+    mark();
+    assert_eq!((shared.keep(2, id, target()), marks()), (Err(Errno::NOENT), before));
+    // Unless the file has another node.
+    bench.mark(3, "inside/d").unwrap();
+    mark();
+    assert_eq!((shared.keep(2, id, target()), marks()), (Err(Errno::NOENT), before + 1));
+}
+
 #[test]
 fn own_events_wait_and_become_one() {
     let dir = TempDir::new().unwrap();
