@@ -4,6 +4,7 @@
 //! runs itself as the host process of a test.
 
 mod cgroup;
+mod locked;
 mod processes;
 
 use std::fs::{self, File, OpenOptions};
@@ -20,6 +21,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::{sleep, spawn};
 use std::time::{Duration, Instant};
 
+use locked::Locked;
 use processes::{run_all, skip, this};
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
@@ -48,6 +50,7 @@ const TESTS: &[(&str, fn())] = &[
     ("cached_serves_read_only_files", cached_serves_read_only_files),
     ("cached_is_invalidated", cached_is_invalidated),
     ("cached_sees_what_the_host_writes", cached_sees_what_the_host_writes),
+    ("a_locked_file_delays_no_other", a_locked_file_delays_no_other),
     ("files_of_overlayfs", files_of_overlayfs),
     ("bad_calls_get_an_errno", bad_calls_get_an_errno),
     ("truncations_wait_for_the_mapping", truncations_wait_for_the_mapping),
@@ -355,6 +358,44 @@ fn cached_is_invalidated() {
     window.proxy.invalidate(ID).unwrap();
     assert_eq!(mapping.read(0), b'w');
     window.proxy.invalidate(ID + 1).unwrap();
+}
+
+/// A process of the host writes to a file for long, so what the guest stored in its Cached proxy file cannot be
+/// written.
+fn a_locked_file_delays_no_other() {
+    let window = Window::new(GuardMode::None);
+    let file = window.file();
+    let mapping = window.map(Kind::Cached, &file);
+    mapping.write(4500, b'g');
+    let lock = Locked::new(&file).unwrap_or_else(|| skip("userfaultfd(2) is not allowed"));
+    let writing = || {
+        let tasks = fs::read_dir(format!("/proc/{}/task", window.proxy.pid())).unwrap();
+        let call = |task: io::Result<fs::DirEntry>| fs::read_to_string(task.unwrap().path().join("syscall"));
+        let writes = |call: &String| call.starts_with(&libc::SYS_pwritev2.to_string());
+        tasks.filter_map(|task| call(task).ok()).filter(writes).count()
+    };
+    let syncing = spawn(move || {
+        mapping.sync();
+        mapping
+    });
+    wait_until("writing", || writing() > 0);
+    let proxy = window.proxy.clone();
+    let invalidating = spawn(move || proxy.invalidate(ID).unwrap());
+    // Others are opened, mapped, read and written.
+    let other = window.dir.path().join("other");
+    fs::write(&other, [b'o'; SIZE]).unwrap();
+    for (id, kind) in [(ID + 1, Kind::Through), (ID + 2, Kind::Cached)] {
+        let opened = window.proxy.open(id, kind, read_write(&other).as_fd()).unwrap();
+        let mapping = Mapping::new(opened.fd, 0);
+        assert_eq!(mapping.read(0), b'o');
+        mapping.write(1, b'g');
+        mapping.sync();
+    }
+    assert_eq!((byte(&read_write(&other), 1), writing()), (b'g', 1));
+    drop(lock);
+    let mapping = syncing.join().unwrap();
+    invalidating.join().unwrap();
+    assert_eq!((byte(&file, 4500), mapping.read(4500), mapping.read(0)), (b'g', b'g', 0));
 }
 
 fn cached_sees_what_the_host_writes() {

@@ -34,8 +34,11 @@ impl Rig {
 
     fn new(fuse: OwnedFd, root: OwnedFd) -> Self {
         let (calls, notices) = pair().unwrap_or_else(|e| panic!("{e}"));
-        let (nodes, daemon, gate) = (Default::default(), AtomicI32::new(0), Err(String::new()));
-        let shared = Arc::new(Shared { fuse, root, calls, notices, nodes, daemon, gate, watch: Watch::new().ok() });
+        let (invalidations, _) = pair().unwrap_or_else(|e| panic!("{e}"));
+        let (nodes, data, daemon) = (Default::default(), Default::default(), AtomicI32::new(0));
+        let (gate, watch) = (Err(String::new()), Watch::new().ok());
+        let shared = Shared { fuse, root, calls, invalidations, notices, nodes, data, daemon, gate, watch };
+        let shared = Arc::new(shared);
         Self { fuse: Some(Fuse::new(shared.clone())), shared }
     }
 

@@ -51,33 +51,55 @@ impl Fuse {
         while !matches!(self.serve_one(), Err(Errno::NODEV)) {}
     }
 
-    /// Waits for a request and answers it.
+    /// Waits for a request and answers it, or leaves it to another thread.
     pub fn serve_one(&mut self) -> Result<(), Errno> {
-        let (shared, out) = (&*self.shared, &mut *self.reply);
+        let shared = &*self.shared;
         let length = rustix::io::read(&shared.fuse, &mut *self.request)?;
         let Ok((header, body)) = InHeader::read_from_prefix(&self.request[..length]) else { return Ok(()) };
-        let reply = match Opcode::from_u32(header.opcode) {
-            Some(Opcode::Forget | Opcode::BatchForget | Opcode::Interrupt) => return Ok(()),
-            Some(Opcode::Init) => init(body, out),
-            Some(Opcode::Lookup) => lookup(shared, body, out),
-            Some(Opcode::Getattr) => put(out, &attr_out(header.nodeid)),
-            // QEMU resizes files that seem empty; a proxy file keeps its size.
-            Some(Opcode::Setattr) => Err(Errno::PERM),
-            Some(Opcode::Open) => open(shared, header.nodeid, out),
-            Some(Opcode::Release) => {
-                shared.released(header.nodeid);
-                Ok([].as_slice())
-            }
-            Some(Opcode::Read) => read(shared, header.nodeid, body, out),
-            Some(Opcode::Write) => write(shared, header.nodeid, body, out),
-            Some(Opcode::Fsync) => fsync(shared, header.nodeid, body),
-            _ => Err(Errno::NOSYS),
-        };
-        // It fails with ENOENT if the request was interrupted.
-        match reply {
-            Ok(body) => shared.tell_kernel(header.unique, 0, body),
-            Err(errno) => shared.tell_kernel(header.unique, -errno.raw_os_error(), &[]),
+        let out = &mut *self.reply;
+        if !needs_file(&header) {
+            return serve(shared, &header, body, out);
         }
+        if !shared.data.begin(&self.request[..length]) {
+            return Ok(());
+        }
+        let mut served = serve(shared, &header, body, out);
+        while let Some(request) = shared.data.next() {
+            if let Ok((header, body)) = InHeader::read_from_prefix(&request) {
+                served = served.and(serve(shared, &header, body, out));
+            }
+        }
+        served
+    }
+}
+
+/// Whether a request may wait for a real file.
+fn needs_file(header: &InHeader) -> bool {
+    matches!(Opcode::from_u32(header.opcode), Some(Opcode::Read | Opcode::Write | Opcode::Fsync))
+}
+
+fn serve(shared: &Shared, header: &InHeader, body: &[u8], out: &mut [u8]) -> Result<(), Errno> {
+    let reply = match Opcode::from_u32(header.opcode) {
+        Some(Opcode::Forget | Opcode::BatchForget | Opcode::Interrupt) => return Ok(()),
+        Some(Opcode::Init) => init(body, out),
+        Some(Opcode::Lookup) => lookup(shared, body, out),
+        Some(Opcode::Getattr) => put(out, &attr_out(header.nodeid)),
+        // QEMU resizes files that seem empty; a proxy file keeps its size.
+        Some(Opcode::Setattr) => Err(Errno::PERM),
+        Some(Opcode::Open) => open(shared, header.nodeid, out),
+        Some(Opcode::Release) => {
+            shared.released(header.nodeid);
+            Ok([].as_slice())
+        }
+        Some(Opcode::Read) => read(shared, header.nodeid, body, out),
+        Some(Opcode::Write) => write(shared, header.nodeid, body, out),
+        Some(Opcode::Fsync) => fsync(shared, header.nodeid, body),
+        _ => Err(Errno::NOSYS),
+    };
+    // It fails with ENOENT if the request was interrupted.
+    match reply {
+        Ok(body) => shared.tell_kernel(header.unique, 0, body),
+        Err(errno) => shared.tell_kernel(header.unique, -errno.raw_os_error(), &[]),
     }
 }
 

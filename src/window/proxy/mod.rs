@@ -7,6 +7,7 @@
 //! /dev/fuse is served directly: the crate `fuser` would add a dozen crates for nine requests, and hides the descriptor
 //! from the handshake to the notifications.
 
+mod data;
 #[cfg(fuzzing)]
 pub mod doors;
 mod fuse;
@@ -94,6 +95,7 @@ pub struct Opened {
 #[derive(Debug)]
 pub struct Proxy {
     calls: Mutex<OwnedFd>,
+    invalidations: Mutex<OwnedFd>,
     notices: OwnedFd,
     guard: Guard,
     pid: Pid,
@@ -136,7 +138,7 @@ impl Proxy {
     /// inode.
     pub fn open(&self, id: u64, kind: Kind, real: BorrowedFd) -> io::Result<Opened> {
         let what = if kind == Kind::Through { OPEN_THROUGH } else { OPEN_CACHED };
-        let (answer, fd) = self.call(Call { what, id }, Some(real))?;
+        let (answer, fd) = self.call(&self.calls, Call { what, id }, Some(real))?;
         let fd = fd.ok_or_else(|| io::Error::other("the window process sent no descriptor"))?;
         Ok(Opened { fd, guarded: answer.guarded != 0 })
     }
@@ -144,7 +146,7 @@ impl Proxy {
     /// Makes the Cached proxy file of `id` forget what it has read. Changes by the guest's messages need this. The
     /// guard, if there is one, notices changes by host processes.
     pub fn invalidate(&self, id: u64) -> io::Result<()> {
-        self.call(Call { what: INVALIDATE, id }, None).map(drop)
+        self.call(&self.invalidations, Call { what: INVALIDATE, id }, None).map(drop)
     }
 
     /// Asks for [`Event::Changed`] for the Through proxy file of `id`, as long as it is open.
@@ -152,7 +154,7 @@ impl Proxy {
     /// # Errors
     /// ENOENT if it is not, ENOSYS without a guard.
     pub fn watch(&self, id: u64) -> io::Result<()> {
-        self.call(Call { what: WATCH, id }, None).map(drop)
+        self.call(&self.calls, Call { what: WATCH, id }, None).map(drop)
     }
 
     /// Waits for the next event. `None` once the window process has ended. The event may be of a proxy file that
@@ -193,8 +195,13 @@ impl Proxy {
         self.pid
     }
 
-    fn call(&self, call: Call, fd: Option<BorrowedFd>) -> io::Result<(Answer, Option<OwnedFd>)> {
-        let socket = self.calls.lock();
+    fn call(
+        &self,
+        socket: &Mutex<OwnedFd>,
+        call: Call,
+        fd: Option<BorrowedFd>,
+    ) -> io::Result<(Answer, Option<OwnedFd>)> {
+        let socket = socket.lock();
         send(socket.as_fd(), call.as_bytes(), fd, SendFlags::empty())?;
         let mut answer = [0; size_of::<Answer>()];
         let message = receive(socket.as_fd(), &mut answer)?;

@@ -21,6 +21,7 @@ use rustix::process::{WaitOptions, chroot, fchdir, setsid, waitpid};
 use rustix::thread::UnshareFlags;
 use zerocopy::IntoBytes;
 
+use super::data::{self, Data};
 use super::fuse::Fuse;
 use super::guard;
 use super::marks::{Gate, Watch};
@@ -64,16 +65,23 @@ const LINE: usize = 512;
 pub fn start(guard: GuardMode, deadline: Duration, action: seccomp::Action) -> Result<Proxy, Error> {
     let (fuse, root) = mount()?;
     let (calls, theirs) = pair().step("create a socket pair")?;
+    let (invalidations, their_invalidations) = pair().step("create a socket pair")?;
     let (notices, their_notices) = pair().step("create a socket pair")?;
     set_socket_passcred(&theirs, true).step("ask for the daemon's process id")?;
     let pid = match fork().step("start the window process")? {
         Forked::Parent(pid) => pid,
-        Forked::Child => Setup { fuse, root, calls: theirs, notices: their_notices }.run(guard, deadline, action),
+        Forked::Child => {
+            let (calls, invalidations, notices) = (theirs, their_invalidations, their_notices);
+            Setup { fuse, root, calls, invalidations, notices }.run(guard, deadline, action)
+        }
     };
-    drop((fuse, root, theirs, their_notices));
+    drop((fuse, root, theirs, their_invalidations, their_notices));
     let shared_group = cgroup::set_apart(pid).err();
     match hear(&calls) {
-        Ok(guard) => Ok(Proxy { calls: calls.into(), notices, guard, pid, shared_group }),
+        Ok(guard) => {
+            let (calls, invalidations) = (calls.into(), invalidations.into());
+            Ok(Proxy { calls, invalidations, notices, guard, pid, shared_group })
+        }
         Err(e) => {
             let _ = waitpid(Some(pid), WaitOptions::empty());
             Err(e)
@@ -116,6 +124,7 @@ struct Setup {
     fuse: OwnedFd,
     root: OwnedFd,
     calls: OwnedFd,
+    invalidations: OwnedFd,
     notices: OwnedFd,
 }
 
@@ -123,7 +132,12 @@ impl Setup {
     fn run(self, guard: GuardMode, deadline: Duration, action: seccomp::Action) -> ! {
         let calls = self.calls.try_clone();
         match self.enter(guard, deadline, action) {
-            Ok(shared) => serve(&shared),
+            Ok(shared) => {
+                let guard = shared.gate.as_ref().err().map_or("", String::as_str);
+                let line = [&[READY], guard.as_bytes()].concat();
+                let _ = send(shared.calls.as_fd(), &line, None, SendFlags::empty());
+                serve(&shared, &shared.calls)
+            }
             Err(reason) => {
                 let _ =
                     calls.map(|calls| send(calls.as_fd(), format!("-{reason}").as_bytes(), None, SendFlags::empty()));
@@ -138,15 +152,16 @@ impl Setup {
         // another one closes a proxy file, that one would wait for ever, and with it the process.
         // Ctrl-Z is for the daemon: stopped, this process would stop others.
         setsid().step("start a session")?;
-        let kept = [&self.fuse, &self.root, &self.calls, &self.notices].map(AsFd::as_fd);
+        let kept = [&self.fuse, &self.root, &self.calls, &self.invalidations, &self.notices].map(AsFd::as_fd);
         sys::close_all_but(&kept).step("close the daemon's descriptors")?;
         let gate = if mode == GuardMode::None { Err("--window-guard none".into()) } else { Gate::new(deadline) };
         let watch = if mode == GuardMode::None { None } else { Watch::new().ok() };
         let namespaces = UnshareFlags::NEWNS | UnshareFlags::NEWNET | UnshareFlags::NEWIPC | UnshareFlags::NEWUTS;
         unshare(namespaces).step("create namespaces for the window process (it needs CAP_SYS_ADMIN)")?;
-        let Self { fuse, root, calls, notices } = self;
-        let (nodes, daemon) = (Nodes::default(), AtomicI32::new(0));
-        let shared = Arc::new(Shared { fuse, root, calls, notices, nodes, daemon, gate, watch });
+        let Self { fuse, root, calls, invalidations, notices } = self;
+        let (nodes, data, daemon) = (Nodes::default(), Data::default(), AtomicI32::new(0));
+        let shared = Shared { fuse, root, calls, invalidations, notices, nodes, data, daemon, gate, watch };
+        let shared = Arc::new(shared);
         let mut fuse = Fuse::new(Arc::clone(&shared));
         fuse.serve_one().step("open a FUSE session with the kernel")?;
         probe(&shared)?;
@@ -201,7 +216,11 @@ fn limit_capabilities(guard: bool) -> Result<(), Error> {
 }
 
 fn start_threads(shared: &Arc<Shared>, mut fuse: Fuse) -> Result<(), Error> {
+    for _ in 1..data::THREADS {
+        spawn(shared, "fuse", |shared| Fuse::new(Arc::clone(shared)).run())?;
+    }
     spawn(shared, "fuse", move |_| fuse.run())?;
+    spawn(shared, "invalidate", |shared| serve(shared, &shared.invalidations))?;
     spawn(shared, "guard", |shared| shared.gate.iter().for_each(|gate| guard::run(shared, gate)))?;
     spawn(shared, "watch", |shared| shared.watch.iter().for_each(|watch| guard::watch(shared, watch)))
 }
@@ -218,13 +237,11 @@ fn spawn(shared: &Arc<Shared>, name: &str, run: impl FnOnce(&Arc<Shared>) + Send
 }
 
 /// Serves the daemon's calls until it ends.
-fn serve(shared: &Shared) -> ! {
-    let guard = shared.gate.as_ref().err().map_or("", String::as_str);
-    let line = [&[READY], guard.as_bytes()].concat();
-    let mut sent = send(shared.calls.as_fd(), &line, None, SendFlags::empty());
+fn serve(shared: &Shared, calls: &OwnedFd) -> ! {
+    let mut sent = Ok(());
     while sent.is_ok() {
         let mut call = [0; size_of::<Call>()];
-        let Ok(message) = receive(shared.calls.as_fd(), &mut call) else { break };
+        let Ok(message) = receive(calls.as_fd(), &mut call) else { break };
         if message.len != call.len() {
             break;
         }
@@ -232,7 +249,7 @@ fn serve(shared: &Shared) -> ! {
             shared.daemon.store(daemon.as_raw_nonzero().get(), Ordering::Relaxed);
         }
         let (answer, fd) = shared.answer(zerocopy::transmute!(call), message.fd);
-        sent = send(shared.calls.as_fd(), answer.as_bytes(), fd.as_ref().map(AsFd::as_fd), SendFlags::empty());
+        sent = send(calls.as_fd(), answer.as_bytes(), fd.as_ref().map(AsFd::as_fd), SendFlags::empty());
     }
     exit(0)
 }

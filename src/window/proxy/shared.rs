@@ -11,6 +11,7 @@ use rustix::net::SendFlags;
 use zerocopy::IntoBytes;
 
 use super::Kind;
+use super::data::Data;
 use super::marks::{Gate, Marks, Watch};
 use super::messages::{Answer, Call, INVALIDATE, Notice, OPEN_CACHED, OPEN_THROUGH, WATCH, send};
 use super::nodes::{FileId, Node, Nodes};
@@ -24,8 +25,11 @@ pub struct Shared {
     /// The mount's directory.
     pub root: OwnedFd,
     pub calls: OwnedFd,
+    /// For INVALIDATE, which waits for a real file.
+    pub invalidations: OwnedFd,
     pub notices: OwnedFd,
     pub nodes: Nodes,
+    pub data: Data,
     /// The daemon's process.
     pub daemon: AtomicI32,
     pub gate: Result<Gate, String>,
