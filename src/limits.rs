@@ -34,8 +34,8 @@ pub const DAEMON_THREADS: u64 = 1024;
 /// are there if the host gives them. A test holds it.
 pub const LEAST_THREADS: usize = 8;
 
-/// How many more it takes with a window: four of the window process, the mapper, and the events.
-pub const WINDOW_THREADS: usize = 6;
+/// How many more it takes with a window: seven of the window process, the mapper, a worker of it, and the events.
+pub const WINDOW_THREADS: usize = 10;
 
 /// Chains of one queue that the device holds at a time: the length of the longest queue. It is QEMU's
 /// VIRTQUEUE_MAX_SIZE, and the most that preadv2(2) takes in one call (UIO_MAXIOV). A driver that offers a chain again
@@ -146,6 +146,10 @@ pub const WINDOW_JOBS: usize = 4096;
 /// since the file of a slot that was given up keeps its descriptor until then. They are many only while the host's file
 /// system keeps the daemon waiting. Further ones keep the time that they have.
 pub const OWED_TIMES: usize = 1024;
+
+/// Workers of the mapper, all but one of which may wait for as many files at a time: for their locks, or for their file
+/// systems. Further files wait for them to be mapped. One is left for what a host process waits for.
+pub const WINDOW_WORKERS: usize = 8;
 
 /// Threads that set such times, if no request does. So many files of one guest may keep the daemon waiting before
 /// others get their times late.

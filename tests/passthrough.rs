@@ -44,6 +44,7 @@ const TESTS: &[(&str, fn())] = &[
     ("a_file_that_grows_gets_a_longer_slot", a_file_that_grows_gets_a_longer_slot),
     ("the_host_waits_for_the_acknowledgement", the_host_waits_for_the_acknowledgement),
     ("a_file_that_is_locked_delays_no_other", a_file_that_is_locked_delays_no_other),
+    ("a_file_that_is_locked_delays_no_revocation", a_file_that_is_locked_delays_no_revocation),
     ("without_acknowledgement_there_is_a_cached_proxy_file", without_acknowledgement_there_is_a_cached_proxy_file),
     ("the_table_is_not_believed", the_table_is_not_believed),
     ("a_session_begins_with_nothing", a_session_begins_with_nothing),
@@ -773,6 +774,27 @@ fn a_file_that_is_locked_delays_no_other() {
     let (attr, entry) = (AttrOut::read_from_bytes(&attr).unwrap(), EntryOut::read_from_bytes(&entry).unwrap());
     assert!(attr.attr.mtime > 1000 && entry.attr.mtime > 1000);
     assert!(host.wait().unwrap().success());
+}
+
+/// The daemon looks at the file for holes, for which it needs the lock.
+fn a_file_that_is_locked_delays_no_revocation() {
+    let guest = Guest::guarded();
+    let (file, _) = (guest.file("locked", 5000), guest.file("other", 5000));
+    let [locked, other] = ["locked", "other"].map(|name| guest.lookup(name));
+    let index = guest.open(other, libc::O_RDWR).1.unwrap();
+    let lock = Locked::new(&file).unwrap_or_else(|| skip("userfaultfd(2) is not allowed"));
+    let open = OpenIn { flags: libc::O_RDONLY as u32, open_flags: 0 };
+    let opening = guest.send(Opcode::Open, locked, open.as_bytes(), size_of::<OpenOut>());
+    let mut host = guest.host_truncates("other", 100);
+    wait_until("revoked", || guest.entry(index).flags & REVOKED != 0);
+    guest.acknowledge(index);
+    wait_until("unmapped", || guest.entry(index).flags & VALID == 0);
+    wait_until("truncated", || host.try_wait().unwrap().is_some_and(|status| status.success()));
+    // The open is by messages.
+    let opened = guest.frontend.wait_for(1, opening, 100 * SOON).unwrap().data.split_off(16);
+    let flags = OpenOut::read_from_bytes(&opened).unwrap().open_flags;
+    assert!(!OpenFlags::from_bits_retain(flags).contains(OpenFlags::PASSTHROUGH));
+    drop(lock);
 }
 
 fn without_acknowledgement_there_is_a_cached_proxy_file() {

@@ -1,13 +1,17 @@
 //! The DAX window of a whole device in one process. The frontend maps by QEMU's rules, and a proxy file is the real
 //! file.
 
+mod locked;
+
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixListener;
-use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use locked::Locked;
 use rustix::fs::{Mode, OFlags};
 use tempfile::TempDir;
 use thruway::device;
@@ -22,8 +26,8 @@ use zerocopy::{FromBytes, IntoBytes};
 /// Of 32 ranges.
 const SIZE: u64 = 32 * RANGE;
 
-/// Proxy files that are the real files.
-struct Themselves;
+/// Proxy files that are the real files. A test sends the events.
+struct Themselves(Mutex<Receiver<Event>>);
 
 impl ProxyFiles for Themselves {
     fn open(&self, _id: u64, _kind: Kind, real: BorrowedFd) -> io::Result<Opened> {
@@ -39,9 +43,7 @@ impl ProxyFiles for Themselves {
     }
 
     fn next_event(&self) -> Option<Event> {
-        loop {
-            std::thread::park();
-        }
+        self.0.lock().unwrap().recv().ok()
     }
 }
 
@@ -50,6 +52,7 @@ struct Guest {
     region: Region,
     window: Arc<Window>,
     dir: TempDir,
+    events: Sender<Event>,
 }
 
 impl Guest {
@@ -60,7 +63,8 @@ impl Guest {
         file.set_len(64 * RANGE).unwrap();
         file.write_all_at(b"contents", RANGE).unwrap();
         let root = rustix::fs::open(dir.path(), OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap();
-        let window = Window::new(SIZE, None, Arc::new(Themselves)).unwrap();
+        let (events, receiver) = channel();
+        let window = Window::new(SIZE, None, Arc::new(Themselves(Mutex::new(receiver)))).unwrap();
         let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), config).unwrap();
         let fs = fs.with_window(Some(window.clone()));
         let listener = UnixListener::bind(dir.path().join("socket")).unwrap();
@@ -68,7 +72,7 @@ impl Guest {
         std::thread::spawn(move || device::serve(listener, Arc::new(Server::new(fs)), options));
         let mut frontend = Frontend::connect(&dir.path().join("socket"), Options::default()).unwrap();
         let region = frontend.open_window().unwrap();
-        Self { frontend, region, window, dir }
+        Self { frontend, region, window, dir, events }
     }
 
     fn init(&self) -> InitOut {
@@ -123,6 +127,48 @@ fn files_are_mapped_and_unmapped() {
         std::thread::sleep(Duration::from_millis(1));
     }
     assert_eq!((guest.region.mapped().len(), guest.window.live()), (0, 0));
+}
+
+/// A process of the host writes to a file for long. The daemon allocates blocks for what the guest stores there.
+#[test]
+fn a_locked_file_delays_no_other_mapping_and_no_revocation() {
+    let guest = Guest::new(Config::default());
+    guest.init();
+    for name in ["locked", "other"] {
+        std::fs::File::create(guest.dir.path().join(name)).unwrap().set_len(64 * RANGE).unwrap();
+    }
+    let [locked, other] = [&b"locked\0"[..], b"other\0"].map(|name| guest.lookup(name).nodeid);
+    let first = guest.map(other, 0, 0, RANGE, SETUPMAPPING_WRITE);
+    if first == Err(libc::EOPNOTSUPP) {
+        return;
+    }
+    first.unwrap();
+    let Some(lock) = Locked::new(&std::fs::File::options().write(true).open(guest.dir.path().join("locked")).unwrap())
+    else {
+        return;
+    };
+    let through = || {
+        let (send, receive) = channel();
+        guest.window.show(move |mappings| send.send(mappings).unwrap());
+        let mappings = receive.recv().unwrap();
+        mappings.into_iter().filter(|mapping| mapping.node == other).map(|mapping| mapping.through).collect::<Vec<_>>()
+    };
+    let args = SetupmappingIn { fh: u64::MAX, foffset: 0, len: RANGE, flags: SETUPMAPPING_WRITE, moffset: 4 * RANGE };
+    let (_, head) = guest.frontend.header(Opcode::Setupmapping as u32, locked, args.as_bytes().len());
+    let waiting = guest.frontend.submit(1, &[&[&head, args.as_bytes()].concat()], &[16]).unwrap();
+    guest.map(other, RANGE, RANGE, RANGE, SETUPMAPPING_WRITE).unwrap();
+    assert_eq!(through(), [true, true]);
+    // The first proxy file of all.
+    guest.events.send(Event::Revoke(1)).unwrap();
+    let until = Instant::now() + Duration::from_secs(100);
+    while through() != [false, false] {
+        assert!(Instant::now() < until);
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert!(guest.frontend.wait_for(1, waiting, Duration::ZERO).is_err());
+    drop(lock);
+    guest.frontend.wait_for(1, waiting, Duration::from_secs(100)).unwrap();
+    assert!(guest.region.mapped().contains_key(&(4 * RANGE)));
 }
 
 #[test]

@@ -13,7 +13,7 @@ pub use super::table::{Change, Entry, EntryState, Line, Table};
 pub struct Rig {
     pub window: Arc<Window>,
     pass: Arc<Passthrough>,
-    mapper: Mapper,
+    mapper: Arc<Mapper>,
 }
 
 impl Rig {
@@ -25,23 +25,44 @@ impl Rig {
     pub fn with(size: u64, settings: Settings, files: Arc<dyn ProxyFiles>, touch: Touch) -> io::Result<Self> {
         let jobs = Arc::new(Jobs::default());
         let (shared, pass) = (Arc::new(Shared::default()), Arc::new(Passthrough::new(settings, jobs.clone(), touch)?));
-        let slots = Slots::new(pass.clone(), shared.clone(), files.clone());
-        let mapper = Mapper::new((size / RANGE) as usize, shared.clone(), files.clone(), Some(slots));
+        let slow = Slow::new(files.clone());
+        let slots = Slots::new(pass.clone(), shared.clone(), slow.clone());
+        let dax = Dax::new((size / RANGE) as usize, shared.clone(), slow, jobs.clone(), settings.patience);
+        let mapper = Arc::new(Mapper::new(jobs.clone(), shared.clone(), dax, Some(slots)));
         let window = Arc::new(Window { size, passthrough: Some(pass.clone()), jobs, shared, files });
         Ok(Self { window, pass, mapper })
     }
 
-    /// One turn of the mapper. Whether there was a job.
+    /// One turn of the mapper: a job, what is due, and what is to be done for that. Whether there was a job.
     pub fn turn(&mut self) -> bool {
         self.turn_at(Instant::now())
     }
 
     /// The same at another time.
     pub fn turn_at(&mut self, now: Instant) -> bool {
-        let job = self.window.jobs.next(Some(Duration::ZERO));
+        let job = self.window.jobs.any(false);
         let any = job.is_some();
-        self.mapper.turn(job, now);
+        job.into_iter().for_each(|job| self.job(job, now));
+        // What comes of it may make room for others. They take another turn.
+        for _ in 0..3 {
+            self.mapper.turn(None, now);
+            while let Some(job) = self.window.jobs.any(true) {
+                self.job(job, now);
+            }
+        }
         any
+    }
+
+    fn job(&self, job: Job, now: Instant) {
+        match job.is_mappers() {
+            true => self.mapper.turn(Some(job), now),
+            false => self.mapper.serve(job, now),
+        }
+    }
+
+    #[cfg(test)]
+    pub const fn mapper(&self) -> &Arc<Mapper> {
+        &self.mapper
     }
 
     /// How long the mapper would wait for a job.

@@ -1,5 +1,8 @@
 //! The mapper's queue of jobs. It is bounded: the guest's jobs by number, the daemon's own because none of them waits
 //! twice.
+//!
+//! What waits for no file is done by the mapper's thread, in turn, revocations first. The rest is done by workers: the
+//! jobs of one file in turn, those of different files side by side.
 
 use std::collections::{HashSet, VecDeque};
 use std::ops::Range;
@@ -10,14 +13,16 @@ use parking_lot::{Condvar, Mutex};
 use rustix::io::Errno;
 
 use super::proxy::Event;
-use super::shared::Source;
+use super::shared::{Closing, Source};
 use crate::fuse::ops::Answer;
-use crate::limits::{Limit, WINDOW_JOBS};
+use crate::limits::{Limit, WINDOW_JOBS, WINDOW_WORKERS};
 
 /// A job of the mapper.
 pub enum Job {
     Dax(DaxJob),
     Slot(SlotJob),
+    /// Closes files that nothing is mapped of any more.
+    Close(Closing),
     /// Others do something to a file. The daemon has known since then.
     Event(Event, Instant),
     /// The session is over.
@@ -41,7 +46,7 @@ pub struct DaxMapping {
     pub through: bool,
 }
 
-/// A job for the DAX window. All are the guest's.
+/// A job for the DAX window.
 pub enum DaxJob {
     Map {
         ranges: Range<usize>,
@@ -62,6 +67,17 @@ pub enum DaxJob {
         len: u64,
         answer: Answer,
     },
+    /// Of the daemon's own.
+    Node(NodeJob, u64),
+}
+
+/// What the daemon itself wants done to a node's file in the DAX window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum NodeJob {
+    /// Its own pages are taken back: a Cached proxy file must take their place.
+    Copy,
+    /// What the guest has stored in a Cached proxy file goes to the real one, and its own pages come back if they can.
+    Care,
 }
 
 /// A job for window passthrough.
@@ -81,6 +97,7 @@ pub enum SlotJob {
     /// The guest wants a live entry that covers these bytes.
     Ask {
         node: u64,
+        index: u32,
         from: u64,
         len: u64,
         writable: bool,
@@ -100,6 +117,16 @@ pub enum EntryJob {
     Remap,
     /// The guest reads and writes its file by messages, since it has lost the slot.
     Want,
+    /// The guest has let go of it, and may read in its slot again.
+    Live,
+    /// The guest has let go of it, and its file moves to a longer slot.
+    Move,
+    /// The guest has not let go of it in time: a Cached proxy file must take the file's place.
+    Replace,
+    /// It waits for room, which may be there now.
+    Serve,
+    /// Its file was kept away for a while, which is over.
+    Again,
 }
 
 impl From<DaxJob> for Job {
@@ -120,6 +147,8 @@ enum Origin {
     Guest,
     /// The daemon. There is no use in a second one before the first is done.
     Daemon(Own),
+    /// The daemon, which has as many files to close as it had open.
+    Close,
     Reset,
 }
 
@@ -128,24 +157,79 @@ enum Origin {
 enum Own {
     Event(Event),
     Entry(EntryJob, u32),
+    Node(NodeJob, u64),
     Show,
+}
+
+/// Who does a job.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum By {
+    /// The mapper's thread.
+    Mapper,
+    /// A worker. A host process waits for it, so there is always a worker for these.
+    Urgent,
+    /// A worker, after the other jobs of this file.
+    Worker(Key),
+}
+
+/// The file of a job, so that its jobs are done in turn.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+enum Key {
+    Node(u64),
+    Entry(u32),
+    /// There is no order to keep.
+    Any,
 }
 
 impl Job {
     const fn origin(&self) -> Origin {
         match self {
-            Self::Dax(_) | Self::Slot(SlotJob::Start { .. } | SlotJob::Open { .. } | SlotJob::Ask { .. }) => {
-                Origin::Guest
-            }
+            Self::Dax(DaxJob::Node(job, node)) => Origin::Daemon(Own::Node(*job, *node)),
             Self::Slot(SlotJob::Entry(job, index)) => Origin::Daemon(Own::Entry(*job, *index)),
+            Self::Dax(_) | Self::Slot(_) => Origin::Guest,
             Self::Event(event, _) => Origin::Daemon(Own::Event(*event)),
+            Self::Close(_) => Origin::Close,
             Self::Reset => Origin::Reset,
             Self::Show(_) => Origin::Daemon(Own::Show),
         }
     }
 
-    const fn is_urgent(&self) -> bool {
-        matches!(self, Self::Event(Event::Revoke(_), _))
+    fn by(&self) -> By {
+        match self {
+            Self::Event(Event::Revoke(_), _) | Self::Reset | Self::Show(_) => By::Mapper,
+            Self::Slot(SlotJob::Start { .. } | SlotJob::Entry(EntryJob::Drop | EntryJob::Downgrade, _)) => By::Mapper,
+            Self::Dax(DaxJob::Node(NodeJob::Copy, _)) | Self::Slot(SlotJob::Entry(EntryJob::Replace, _)) => By::Urgent,
+            Self::Close(closing) if closing.is_urgent() => By::Urgent,
+            Self::Dax(DaxJob::Map { node, .. } | DaxJob::Vacate { node, .. } | DaxJob::Node(_, node)) => {
+                By::Worker(Key::Node(*node))
+            }
+            Self::Slot(SlotJob::Open { index, .. } | SlotJob::Ask { index, .. } | SlotJob::Entry(_, index)) => {
+                By::Worker(Key::Entry(*index))
+            }
+            Self::Dax(DaxJob::Unmap { .. }) | Self::Event(Event::Changed(_), _) | Self::Close(_) => {
+                By::Worker(Key::Any)
+            }
+        }
+    }
+
+    fn is_urgent(&self) -> bool {
+        matches!(self, Self::Event(Event::Revoke(_), _)) || matches!(self.by(), By::Urgent)
+    }
+
+    /// Whether the mapper's thread does it.
+    #[cfg(any(fuzzing, test))]
+    pub fn is_mappers(&self) -> bool {
+        matches!(self.by(), By::Mapper)
+    }
+
+    /// Whether it is of no use once its session is over.
+    const fn ends_with_its_session(&self) -> bool {
+        matches!(self, Self::Dax(_) | Self::Slot(_))
+    }
+
+    /// Workers take nothing that came after it until it is done.
+    const fn is_fence(&self) -> bool {
+        matches!(self, Self::Reset | Self::Slot(SlotJob::Start { .. }))
     }
 
     /// Answers EAGAIN to a job of the guest's.
@@ -154,7 +238,12 @@ impl Job {
             Self::Dax(DaxJob::Map { answer, .. } | DaxJob::Unmap { answer, .. } | DaxJob::Vacate { answer, .. })
             | Self::Slot(SlotJob::Start { answer, .. } | SlotJob::Ask { answer, .. }) => answer(Err(Errno::AGAIN)),
             // Its sender answers.
-            Self::Slot(SlotJob::Open { .. } | SlotJob::Entry(..)) | Self::Event(..) | Self::Reset | Self::Show(_) => {}
+            Self::Slot(SlotJob::Open { .. } | SlotJob::Entry(..))
+            | Self::Dax(DaxJob::Node(..))
+            | Self::Event(..)
+            | Self::Close(_)
+            | Self::Reset
+            | Self::Show(_) => {}
         }
     }
 }
@@ -162,7 +251,10 @@ impl Job {
 #[derive(Default)]
 pub struct Jobs {
     queue: Mutex<Queue>,
+    /// For the mapper's thread.
     some: Condvar,
+    /// For the workers.
+    work: Condvar,
 }
 
 #[derive(Default)]
@@ -172,6 +264,80 @@ struct Queue {
     guests: usize,
     /// Those of the daemon's own.
     waiting: HashSet<Own>,
+    /// The mapper's thread is to look again when it must do something.
+    is_late: bool,
+    /// Until when it waits; `None` if it does not wait, or without end.
+    until: Option<Instant>,
+    /// The mapper's thread is at a job that ends a session or begins one.
+    fenced: bool,
+    /// Files that workers are at.
+    busy: HashSet<Key>,
+    workers: Workers,
+}
+
+/// How many workers there are, and what they do.
+#[derive(Default)]
+struct Workers {
+    all: usize,
+    idle: usize,
+    /// They are at jobs that are not urgent.
+    ordinary: usize,
+}
+
+/// A worker's job. When it is dropped, the file's next job can begin.
+pub struct Work<'a> {
+    jobs: &'a Jobs,
+    by: By,
+    /// `None` once it is taken.
+    pub job: Option<Job>,
+    /// No worker is left for the next job, and there may be one more.
+    pub is_last: bool,
+}
+
+impl Drop for Work<'_> {
+    fn drop(&mut self) {
+        let mut queue = self.jobs.queue.lock();
+        if let By::Worker(key) = self.by {
+            queue.busy.remove(&key);
+            queue.workers.ordinary -= 1;
+        }
+        drop(queue);
+        self.jobs.work.notify_one();
+    }
+}
+
+impl Queue {
+    fn take(&mut self, at: usize) -> Option<Job> {
+        let job = self.jobs.remove(at)?;
+        match job.origin() {
+            Origin::Guest => self.guests -= 1,
+            Origin::Daemon(own) => drop(self.waiting.remove(&own)),
+            Origin::Close | Origin::Reset => {}
+        }
+        Some(job)
+    }
+
+    /// Where the next job for the mapper's thread is.
+    fn for_mapper(&self) -> Option<usize> {
+        self.jobs.iter().position(|job| job.by() == By::Mapper)
+    }
+
+    /// Where the next job for a worker is.
+    fn for_worker(&self) -> Option<usize> {
+        // One worker is left for what is urgent.
+        let ordinary = self.workers.ordinary + 1 < WINDOW_WORKERS;
+        let mut keys = HashSet::new();
+        let may = |job: &Job| match job.by() {
+            By::Mapper => false,
+            By::Urgent => true,
+            By::Worker(Key::Any) => ordinary,
+            By::Worker(key) => ordinary && !self.busy.contains(&key) && keys.insert(key),
+        };
+        if self.fenced {
+            return None;
+        }
+        self.jobs.iter().take_while(|job| !job.is_fence()).position(may)
+    }
 }
 
 impl Jobs {
@@ -190,6 +356,7 @@ impl Jobs {
     pub fn offer(&self, job: impl Into<Job>) -> Result<(), Job> {
         let job = job.into();
         let mut queue = self.queue.lock();
+        let mut ended = Vec::new();
         match job.origin() {
             Origin::Guest if queue.guests == WINDOW_JOBS => {
                 drop(queue);
@@ -202,10 +369,17 @@ impl Jobs {
                     return Ok(());
                 }
             }
+            Origin::Close => {}
             // Nothing has come since the last one.
             Origin::Reset if matches!(queue.jobs.back(), Some(Job::Reset)) => return Ok(()),
-            Origin::Reset => {}
+            // What came before is of no use, and a worker could come to it only in the next session.
+            Origin::Reset => {
+                while let Some(at) = queue.jobs.iter().position(Job::ends_with_its_session) {
+                    ended.extend(queue.take(at));
+                }
+            }
         }
+        let by = job.by();
         match job {
             // A process of the host waits, and the guard does not let it wait for long. Those that came before wait,
             // too.
@@ -216,26 +390,99 @@ impl Jobs {
             job => queue.jobs.push_back(job),
         }
         drop(queue);
-        self.some.notify_one();
+        match by {
+            By::Mapper => drop(self.some.notify_one()),
+            By::Urgent | By::Worker(_) => drop(self.work.notify_one()),
+        }
+        ended.into_iter().for_each(Job::refuse);
         Ok(())
     }
 
-    /// Waits for a job, `patience` at most.
-    pub fn next(&self, patience: Option<Duration>) -> Option<Job> {
-        let mut queue = self.queue.lock();
-        if queue.jobs.is_empty() {
-            match patience {
-                Some(patience) => drop(self.some.wait_for(&mut queue, patience)),
-                None => self.some.wait_while(&mut queue, |queue| queue.jobs.is_empty()),
+    /// Has workers close all files of `closing`.
+    pub fn close(&self, closing: &mut Closing) {
+        let Closing { files, copies } = std::mem::take(closing);
+        for closing in [Closing { files, ..Closing::default() }, Closing { copies, ..Closing::default() }] {
+            if !closing.is_empty() {
+                self.send(Job::Close(closing));
             }
         }
-        let job = queue.jobs.pop_front()?;
-        match job.origin() {
-            Origin::Guest => queue.guests -= 1,
-            Origin::Daemon(own) => drop(queue.waiting.remove(&own)),
-            Origin::Reset => {}
+    }
+
+    /// Waits for a job for the mapper's thread, `patience` at most. Ends the wait without a job after
+    /// [`hurry`](Self::hurry).
+    pub fn next(&self, patience: Option<Duration>) -> Option<Job> {
+        let mut queue = self.queue.lock();
+        if std::mem::take(&mut queue.fenced) {
+            self.work.notify_all();
         }
+        let waits = |queue: &mut Queue| !queue.is_late && queue.for_mapper().is_none();
+        queue.until = patience.map(|patience| Instant::now() + patience);
+        match patience {
+            Some(patience) => drop(self.some.wait_while_for(&mut queue, waits, patience)),
+            None => self.some.wait_while(&mut queue, waits),
+        }
+        (queue.is_late, queue.until) = (false, None);
+        let at = queue.for_mapper()?;
+        let job = queue.take(at)?;
+        queue.fenced = job.is_fence();
         Some(job)
+    }
+
+    /// A worker has changed what the mapper's thread waits for: something is due so soon.
+    pub fn hurry(&self, patience: Duration) {
+        let due = Instant::now() + patience;
+        let mut queue = self.queue.lock();
+        if queue.until.is_none_or(|until| due < until) {
+            queue.is_late = true;
+            self.some.notify_one();
+        }
+    }
+
+    /// A worker begins. `false` if there are enough.
+    pub fn add_worker(&self) -> bool {
+        let mut queue = self.queue.lock();
+        let more = queue.workers.all < WINDOW_WORKERS;
+        queue.workers.all += usize::from(more);
+        more
+    }
+
+    /// A worker that was [added](Self::add_worker) could not begin.
+    pub fn remove_worker(&self) {
+        self.queue.lock().workers.all -= 1;
+    }
+
+    /// Waits for a job for a worker.
+    pub fn next_work(&self) -> Work<'_> {
+        let mut queue = self.queue.lock();
+        queue.workers.idle += 1;
+        loop {
+            if let Some(job) = queue.for_worker().and_then(|at| queue.take(at)) {
+                queue.workers.idle -= 1;
+                let by = job.by();
+                if let By::Worker(key) = by {
+                    queue.workers.ordinary += 1;
+                    if key != Key::Any {
+                        queue.busy.insert(key);
+                    }
+                }
+                let is_last = queue.workers.idle == 0 && queue.workers.all < WINDOW_WORKERS;
+                // Where a wake-up met a job that had to wait.
+                self.work.notify_one();
+                return Work { jobs: self, by, job: Some(job), is_last };
+            }
+            self.work.wait(&mut queue);
+        }
+    }
+
+    /// The next job of any kind, without waiting, for a mapper without threads. `own`: only if it is one of the
+    /// daemon's.
+    #[cfg(any(fuzzing, test))]
+    pub fn any(&self, own: bool) -> Option<Job> {
+        let mut queue = self.queue.lock();
+        let wanted =
+            |job: &Job| !own || matches!(job.origin(), Origin::Daemon(Own::Entry(..) | Own::Node(..)) | Origin::Close);
+        let at = queue.jobs.iter().position(wanted)?;
+        queue.take(at)
     }
 }
 
@@ -245,6 +492,10 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
+
+    fn all(jobs: &Jobs) -> Vec<Job> {
+        std::iter::from_fn(|| jobs.any(false)).collect()
+    }
 
     #[test]
     fn the_queue_is_bounded_and_what_the_daemon_asks_for_is_kept() {
@@ -258,7 +509,6 @@ mod tests {
                 refused.fetch_add(1, Ordering::Relaxed);
             });
             jobs.send(DaxJob::Unmap { ranges: Vec::new(), answer });
-            (0..10).for_each(|_| jobs.send(Job::Reset));
             for id in 0..5 {
                 jobs.send(Job::Event(Event::Changed(id), now));
                 jobs.send(Job::Event(Event::Revoke(id), now));
@@ -271,36 +521,93 @@ mod tests {
         }
         assert_eq!(refused.load(Ordering::Relaxed), 100);
         assert!(Limit::WindowJobs.times() >= counted + 100);
-        let mut all = Vec::new();
-        while let Some(job) = jobs.next(Some(Duration::ZERO)) {
-            all.push(job);
-        }
-        let count = |is: fn(&Job) -> bool| all.iter().filter(|job| is(job)).count();
+        let all_jobs = all(&jobs);
+        let count = |is: fn(&Job) -> bool| all_jobs.iter().filter(|job| is(job)).count();
         assert_eq!(count(|job| matches!(job, Job::Dax(DaxJob::Unmap { .. }))), WINDOW_JOBS);
         assert_eq!(count(|job| matches!(job, Job::Event(..))), 10);
         assert_eq!(count(|job| matches!(job, Job::Slot(SlotJob::Entry(..)))), 12);
-        assert!(count(|job| matches!(job, Job::Reset)) <= WINDOW_JOBS + 1);
         // What was done can be asked for again.
         jobs.send(SlotJob::Entry(EntryJob::Drop, 1));
-        let again = jobs.next(Some(Duration::ZERO));
-        assert!(matches!(again, Some(Job::Slot(SlotJob::Entry(EntryJob::Drop, 1)))));
+        assert!(matches!(*all(&jobs), [Job::Slot(SlotJob::Entry(EntryJob::Drop, 1))]));
     }
+
+    /// A job for a node's file, and how often it was refused.
+    fn map(node: u64) -> (DaxJob, Arc<AtomicUsize>) {
+        let refused = Arc::new(AtomicUsize::new(0));
+        let count = refused.clone();
+        let answer = Box::new(move |done: Result<(), Errno>| {
+            count.fetch_add(usize::from(done == Err(Errno::AGAIN)), Ordering::Relaxed);
+        });
+        (DaxJob::Vacate { node, from: 0, len: 1, answer }, refused)
+    }
+
+    #[test]
+    fn what_a_session_asked_for_is_refused_at_its_end() {
+        let jobs = Jobs::default();
+        let (job, refused) = map(7);
+        jobs.send(job);
+        (0..10).for_each(|_| jobs.send(Job::Reset));
+        let (next, kept) = map(7);
+        jobs.send(next);
+        assert_eq!((refused.load(Ordering::Relaxed), kept.load(Ordering::Relaxed)), (1, 0));
+        assert!(matches!(*all(&jobs), [Job::Reset, Job::Dax(_)]));
+        assert_eq!(jobs.queue.lock().guests, 0);
+    }
+
     #[test]
     fn processes_that_wait_come_first_and_in_turn() {
         let (jobs, now) = (Jobs::default(), Instant::now());
+        jobs.send(SlotJob::Entry(EntryJob::Drop, 1));
         jobs.send(SlotJob::Entry(EntryJob::Want, 1));
         jobs.send(Job::Reset);
         for id in 1..4 {
             jobs.send(Job::Event(Event::Changed(id), now));
             jobs.send(Job::Event(Event::Revoke(id), now));
         }
-        let order = std::iter::from_fn(|| jobs.next(Some(Duration::ZERO))).map(|job| match job {
+        let number = |job: Job| match job {
             Job::Event(Event::Revoke(id), _) => id,
-            Job::Slot(_) => 11,
             Job::Reset => 12,
             Job::Event(Event::Changed(id), _) => 20 + id,
-            Job::Dax(_) | Job::Show(_) => unreachable!(),
-        });
-        assert_eq!(order.collect::<Vec<_>>(), [1, 2, 3, 11, 12, 21, 22, 23]);
+            _ => unreachable!(),
+        };
+        let order = std::iter::from_fn(|| jobs.next(Some(Duration::ZERO))).map(number);
+        assert_eq!(order.collect::<Vec<_>>(), [1, 2, 3, 12]);
+        // The others are the workers', who wait for the end of the reset.
+        assert!(jobs.queue.lock().for_worker().is_some());
+        let others = (0..3).map(|_| number(jobs.next_work().job.take().unwrap()));
+        assert_eq!(others.collect::<Vec<_>>(), [21, 22, 23]);
+    }
+
+    #[test]
+    fn workers_do_the_jobs_of_a_file_in_turn_and_leave_one_worker_for_who_waits() {
+        let jobs = Jobs::default();
+        let next = || {
+            let at = jobs.queue.lock().for_worker();
+            at.map(|_| jobs.next_work())
+        };
+        let node = |work: &Work| match work.job {
+            Some(Job::Dax(DaxJob::Vacate { node, .. } | DaxJob::Node(_, node))) => node,
+            _ => unreachable!(),
+        };
+        for _ in 0..2 {
+            (1..=WINDOW_WORKERS as u64).for_each(|node| jobs.send(map(node).0));
+        }
+        let first: Vec<_> = std::iter::from_fn(next).collect();
+        assert_eq!(first.iter().map(node).collect::<Vec<_>>(), (1..WINDOW_WORKERS as u64).collect::<Vec<_>>());
+        // A host process waits.
+        jobs.send(DaxJob::Node(NodeJob::Copy, 1));
+        let urgent = next().unwrap();
+        assert_eq!((node(&urgent), next().is_none()), (1, true));
+        drop(first);
+        assert_eq!(next().as_ref().map(node), Some(WINDOW_WORKERS as u64));
+        assert_eq!(next().as_ref().map(node), Some(1));
+        // Nobody begins with the next session's jobs before the last one is over.
+        jobs.send(Job::Reset);
+        jobs.send(map(9).0);
+        assert!(next().is_none());
+        assert!(matches!(jobs.next(Some(Duration::ZERO)), Some(Job::Reset)));
+        assert!(next().is_none());
+        assert!(jobs.next(Some(Duration::ZERO)).is_none());
+        assert_eq!(next().as_ref().map(node), Some(9));
     }
 }

@@ -1,12 +1,13 @@
 //! Shared memory regions, through which the guest reads and writes files in place.
 //!
-//! Region 0 is the DAX window (VIRTIO 1.3, section 5.11.6.4). The guest chooses where in it to map a part of a file; a
-//! mapper thread (`mapper`) has the frontend put it there. What is mapped is never the file itself but its proxy file
-//! on a private mount ([`proxy`]).
+//! Region 0 is the DAX window (VIRTIO 1.3, section 5.11.6.4). The guest chooses where in it to map a part of a file;
+//! the mapper (`mapper`, `dax`) has the frontend put it there. What is mapped is never the file itself but its proxy
+//! file on a private mount ([`proxy`]).
 //!
 //! Regions 1 and 2 belong to window passthrough (docs/protocol.md): whole files (`slots`), and a table that says where
 //! they are (`table`). [`Passthrough`] is the file system's side of it.
 
+mod dax;
 mod jobs;
 mod mapper;
 mod passthrough;
@@ -20,12 +21,12 @@ mod table;
 #[cfg(test)]
 mod tests;
 mod times;
+mod turn;
 
 #[cfg(any(fuzzing, test))]
 pub mod doors;
 
 use std::io;
-use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::thread;
@@ -34,16 +35,18 @@ use std::time::Instant;
 use rustix::io::Errno;
 
 use crate::fuse::ops::{Answer, Result};
+use dax::Dax;
 pub use jobs::DaxMapping;
 use jobs::{DaxJob, Job, Jobs};
 use mapper::Mapper;
 pub use passthrough::{MIN_SIZE, PATIENCE, Passthrough, Settings, Writable};
-use shared::{DAX, Shared, WHOLE_FILES, write_back};
+use shared::{DAX, Shared, WHOLE_FILES};
 pub use shared::{Facts, Frontend, Mapping, ProxyFiles, Source};
 use slots::Slots;
 pub use space::Stores;
 pub use table::{Entry, EntryState};
 use times::touch;
+use turn::{MayWait, Slow};
 
 /// log2 of [`RANGE`], as FUSE_INIT's map_alignment has it.
 pub const RANGE_SHIFT: u16 = 21;
@@ -75,12 +78,10 @@ impl Window {
             .map(|settings| Passthrough::new(settings, jobs.clone(), Box::new(touch)))
             .transpose()?
             .map(Arc::new);
-        let slots = passthrough.clone().map(|passthrough| Slots::new(passthrough, shared.clone(), files.clone()));
-        let mapper = Mapper::new((size / RANGE) as usize, shared.clone(), files.clone(), slots);
-        thread::Builder::new().name("thruway-mapper".into()).spawn({
-            let jobs = jobs.clone();
-            move || mapper.run(&jobs)
-        })?;
+        let slow = Slow::new(files.clone());
+        let slots = passthrough.clone().map(|passthrough| Slots::new(passthrough, shared.clone(), slow.clone()));
+        let dax = Dax::new((size / RANGE) as usize, shared.clone(), slow, jobs.clone(), PATIENCE);
+        Mapper::new(jobs.clone(), shared.clone(), dax, slots).start()?;
         let (tell, events) = (jobs.clone(), files.clone());
         thread::Builder::new().name("thruway-events".into()).spawn(move || {
             while let Some(event) = events.next_event() {
@@ -227,10 +228,8 @@ impl Window {
 
     /// Writes to the real file what the guest wrote to its Cached proxy file. Reports an error to [`Source::failed`].
     pub fn sync(&self, node: u64) {
-        let cached = self.shared.cached.get(&node).map(|file| (file.fd.clone(), file.source.clone()));
-        if let Some((fd, source)) = cached {
-            write_back(fd.as_fd(), &*source);
-        }
+        let cached = self.shared.cached.get(&node).map(|file| file.clone());
+        cached.into_iter().for_each(|file| file.write_back(&MayWait::without_a_turn()));
     }
 
     /// [`sync`](Self::sync) of all files.

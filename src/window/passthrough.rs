@@ -209,7 +209,7 @@ impl Passthrough {
                     let index = *index;
                     if source.is_none() {
                         known.how = How::Messages;
-                        drop(nodes);
+                        // Under the lock, so that it comes before the end of its session.
                         self.send(SlotJob::Entry(EntryJob::Drop, index));
                         return Poll::Ready(None);
                     }
@@ -435,7 +435,11 @@ impl Passthrough {
 
     /// Asks for a live entry of an open node that covers `len` bytes from `from` on.
     pub fn ask(&self, node: u64, from: u64, len: u64, writable: bool, answer: Answer) {
-        self.jobs.send(SlotJob::Ask { node, from, len, writable, answer });
+        let index = self.nodes.lock().index(node);
+        match index {
+            Some(index) => self.jobs.send(SlotJob::Ask { node, index, from, len, writable, answer }),
+            None => answer(Err(Errno::BADF)),
+        }
     }
 
     /// Whether a node has an entry of the table.
@@ -718,8 +722,12 @@ impl Passthrough {
         }
     }
 
-    fn send(&self, job: SlotJob) {
+    pub(super) fn send(&self, job: SlotJob) {
         self.jobs.send(job);
+    }
+
+    pub(super) fn jobs(&self) -> &Jobs {
+        &self.jobs
     }
 }
 

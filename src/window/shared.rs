@@ -2,7 +2,7 @@
 //! shares with other threads.
 
 use std::io;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread;
@@ -16,6 +16,7 @@ use super::RANGE;
 use super::proxy::{Event, Kind, Opened, Proxy, errno};
 use super::space::Promises;
 use super::sys;
+use super::turn::{MayWait, Slow};
 use crate::fuse::ops::Result;
 
 /// How long a mapping may take to reach the guest's memory after the frontend has acknowledged it. QEMU's commit takes
@@ -151,17 +152,58 @@ pub struct Shared {
     /// Nodes that have mappings in the DAX window.
     pub nodes: DashSet<u64>,
     /// Cached proxy files that are mapped, by nodeid.
-    pub cached: DashMap<u64, CachedFile>,
-    pub promises: Promises,
+    pub cached: Arc<DashMap<u64, CachedFile>>,
+    pub promises: Arc<Promises>,
     /// How many proxy files were ever opened.
     ids: AtomicU64,
 }
 
 /// A Cached proxy file: what the guest stores there has yet to be written to the real file.
+#[derive(Clone)]
 pub struct CachedFile {
     pub id: u64,
     pub fd: Arc<OwnedFd>,
-    pub source: Arc<dyn Source>,
+    pub source: Slow<dyn Source>,
+}
+
+impl CachedFile {
+    /// Writes what the guest stored to the real file. The kernel reports a failure once, so it is passed on to all
+    /// opens of the file.
+    pub fn write_back(&self, wait: &MayWait) {
+        if let Err(e) = sys::write_back(self.fd.as_fd()) {
+            self.source.get(wait).failed(errno(e));
+        }
+    }
+}
+
+/// Files that nothing is mapped of any more. Each close(2) may wait: for the real file's lock, if there are stores in a
+/// Cached proxy file, and for a remote file system.
+#[derive(Default)]
+pub struct Closing {
+    /// Through proxy files, and real files. A host process may wait for their end.
+    pub files: Vec<Arc<OwnedFd>>,
+    /// Cached proxy files, by nodeid.
+    pub copies: Vec<(u64, CachedFile)>,
+}
+
+impl Closing {
+    pub fn is_urgent(&self) -> bool {
+        self.copies.is_empty()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.files.is_empty() && self.copies.is_empty()
+    }
+
+    /// `cached`: the Cached proxy files that are in use.
+    pub fn close(self, cached: &DashMap<u64, CachedFile>, wait: &MayWait) {
+        drop(self.files);
+        for (node, copy) in self.copies {
+            // A close would not report the error.
+            copy.write_back(wait);
+            cached.remove_if(&node, |_, now| now.id == copy.id);
+        }
+    }
 }
 
 impl Shared {
@@ -258,13 +300,5 @@ impl Commits {
                 }
             }
         }
-    }
-}
-
-/// Writes what the guest stored in a Cached proxy file to the real file. The kernel reports a failure once, so it is
-/// passed on to all opens of the file.
-pub fn write_back(cached: BorrowedFd, source: &dyn Source) {
-    if let Err(e) = sys::write_back(cached) {
-        source.failed(errno(e));
     }
 }

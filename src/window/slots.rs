@@ -1,21 +1,23 @@
 //! The mapper's part of window passthrough. It maps whole files into slots of region 1 and revokes them, without
 //! waiting while the guest lets go.
+//!
+//! What is here waits for no file. The rest is in `fill`.
+
+mod fill;
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rustix::fs::fstat;
 use rustix::io::Errno;
 
 use super::jobs::{EntryJob, SlotJob};
 use super::passthrough::Passthrough;
-use super::proxy::{Kind, errno};
 use super::room::Room;
-use super::shared::{CachedFile, Mapping, ProxyFiles, Shared, Source, TABLE, WHOLE_FILES, write_back};
-use super::space::Stores;
-use super::table::{Change, EntryState, Filled};
+use super::shared::{CachedFile, Closing, Mapping, ProxyFiles, Shared, Source, TABLE, WHOLE_FILES};
+use super::table::{Change, EntryState};
+use super::turn::Slow;
 use super::{RANGE, table};
 use crate::fuse::ops::Result;
 
@@ -74,6 +76,7 @@ enum Whom {
 }
 
 /// An entry that waits until other slots are free.
+#[derive(Clone, Copy)]
 struct Wanting {
     index: u32,
     need: Need,
@@ -91,7 +94,7 @@ struct Held {
     since: Instant,
     real: Arc<OwnedFd>,
     /// The proxy file, open as long as it is mapped: a host process that truncates the real file waits for its end.
-    proxy: OwnedFd,
+    proxy: Arc<OwnedFd>,
 }
 
 impl Held {
@@ -126,27 +129,56 @@ enum Extended {
     NotNow,
 }
 
-/// The Cached proxy file that is in a slot because the guest did not let go of it in time.
+/// What is in a slot because the guest did not let go of it in time.
 struct Late {
     at: u64,
     len: u64,
     /// The generation that the guest has.
     generation: u32,
-    /// None if nothing could be mapped.
-    file: Option<Arc<OwnedFd>>,
+    /// The Cached proxy file. None if it is not there yet, or could not be mapped.
+    file: Option<CachedFile>,
+}
+
+/// A worker is about to map a file.
+#[derive(Clone, Copy)]
+struct Opening {
+    /// The proxy file's number.
+    id: u64,
+    need: Need,
+    since: Instant,
+    /// It has room for a slot, and a mapping.
+    reserved: bool,
 }
 
 /// What belongs to an entry.
 struct Slot {
     session: u64,
     node: u64,
-    source: Arc<dyn Source>,
+    source: Slow<dyn Source>,
+    /// None if it is not, or must not be any more: a host process has taken the file back meanwhile, or an open has
+    /// waited long enough.
+    opening: Option<Opening>,
     held: Option<Held>,
     late: Option<Late>,
+    /// Bytes of the file when a worker last looked.
+    size: u64,
     /// When to map the file again. It is not sooner, so that a host process that waits sees the end of the mapping.
     not_before: Option<Instant>,
     /// The guest has not used the slot since then, as far as the daemon has looked.
     idle: Option<Instant>,
+}
+
+impl Slot {
+    fn new(session: u64, node: u64, source: Arc<dyn Source>) -> Self {
+        let (opening, held, late, size, not_before, idle) = (None, None, None, 0, None, None);
+        Self { session, node, source: Slow::new(source), opening, held, late, size, not_before, idle }
+    }
+
+    /// Whether its file is to be mapped again now.
+    fn is_due(&self) -> bool {
+        let empty = self.held.is_none() && self.late.is_none();
+        empty && self.not_before.is_some_and(|at| at <= Instant::now())
+    }
 }
 
 /// Why an entry is revoked.
@@ -173,7 +205,7 @@ struct Pending {
 pub struct Slots {
     pass: Arc<Passthrough>,
     shared: Arc<Shared>,
-    files: Arc<dyn ProxyFiles>,
+    files: Slow<dyn ProxyFiles>,
     room: Room,
     /// By index in the table.
     known: HashMap<u32, Slot>,
@@ -185,44 +217,50 @@ pub struct Slots {
     wanting: Vec<Wanting>,
     /// A slot has become free.
     freed: bool,
+    /// One that waits for room has found none since then. One is enough: each look takes system calls.
+    full: bool,
     /// The entry after which the search for the least used slot goes on.
     hand: u32,
-    /// The time of this turn.
+    /// The time of the last turn.
     now: Instant,
+    closing: Closing,
 }
 
 impl Slots {
-    pub fn new(pass: Arc<Passthrough>, shared: Arc<Shared>, files: Arc<dyn ProxyFiles>) -> Self {
+    pub fn new(pass: Arc<Passthrough>, shared: Arc<Shared>, files: Slow<dyn ProxyFiles>) -> Self {
         let room = Room::new(pass.size());
         let (known, pending, wanting, now) = (HashMap::new(), Vec::new(), Vec::new(), Instant::now());
-        let (has_table, freed, hand, settled) = (false, false, 0, now);
-        Self { pass, shared, files, room, known, pending, has_table, settled, wanting, freed, hand, now }
+        let (has_table, freed, full, hand, settled) = (false, false, false, 0, now);
+        let closing = Closing::default();
+        Self { pass, shared, files, room, known, pending, has_table, settled, wanting, freed, full, hand, now, closing }
     }
 
     /// How long the mapper may wait for a job before it must call [`look`](Self::look).
     pub fn patience(&self) -> Option<Duration> {
         let waits = self.known.values().any(|slot| slot.late.is_some() || slot.not_before.is_some());
         let holds = self.known.values().any(|slot| slot.held.is_some());
+        let opens = self.known.values().any(|slot| slot.opening.is_some_and(|opening| opening.need == Need::Open));
         let soon = |pending: &Pending| self.is_recent(pending) || matches!(pending.why, Why::Host(_));
         match self.pending.iter().any(soon) || !self.wanting.is_empty() {
             true => Some(SOON),
             // The guest may hold pages of a slot for as long as it likes.
-            false if waits || !self.pending.is_empty() => Some(LATER),
+            false if waits || opens || !self.pending.is_empty() => Some(LATER),
             false => (holds || self.pass.times.is_behind()).then(|| TIMES.saturating_sub(self.settled.elapsed())),
         }
     }
 
-    pub fn serve(&mut self, job: SlotJob) {
+    /// Does a job that waits for no file.
+    pub fn serve(&mut self, job: SlotJob, now: Instant) {
+        self.now = now;
         match job {
-            SlotJob::Start { session, answer } => answer(self.start(session)),
-            SlotJob::Open { session, node, index, source } => self.open(session, node, index, source),
-            SlotJob::Ask { node, from, len, writable, answer } => answer(self.ask(node, from, len, writable)),
-            SlotJob::Entry(job, index) => match job {
-                EntryJob::Drop => self.drop_slot(index),
-                EntryJob::Downgrade => self.pend(index, Why::Downgrade),
-                EntryJob::Remap => self.lengthen(index, Whom::Idle),
-                EntryJob::Want => self.want_again(index),
-            },
+            SlotJob::Start { session, answer } => {
+                let started = self.start(session);
+                answer(started);
+            }
+            SlotJob::Entry(EntryJob::Drop, index) => self.drop_slot(index),
+            SlotJob::Entry(EntryJob::Downgrade, index) => self.pend(index, Why::Downgrade),
+            // Others are the workers'.
+            SlotJob::Open { .. } | SlotJob::Ask { .. } | SlotJob::Entry(..) => {}
         }
     }
 
@@ -253,18 +291,6 @@ impl Slots {
         }
     }
 
-    fn open(&mut self, session: u64, node: u64, index: u32, source: Arc<dyn Source>) {
-        let start = Instant::now();
-        let (held, late, not_before, idle) = (None, None, None, None);
-        self.known.insert(index, Slot { session, node, source, held, late, not_before, idle });
-        let mapped = self.fill(index, Need::Open);
-        if mapped == Err(FULL) && self.make_room(index, Whom::Idle) {
-            tracing::debug!(node, "another file leaves its slot for one that is opened");
-            return self.wanting.push(Wanting { index, need: Need::Open, since: self.now });
-        }
-        self.decide(index, start, mapped);
-    }
-
     /// Answers a node's first open.
     fn decide(&mut self, index: u32, start: Instant, mapped: Result<()>) {
         let Some((session, node)) = self.known.get(&index).map(|slot| (slot.session, slot.node)) else { return };
@@ -272,39 +298,6 @@ impl Slots {
         if !self.pass.decide(session, node, index, mapped.is_ok()) {
             self.drop_slot(index);
         }
-    }
-
-    /// Maps an entry's file and makes the entry live.
-    ///
-    /// # Errors
-    /// [`FULL`] or [`TOO_LONG`] for want of room in the window; EAGAIN if holes are yet to be allocated; EOPNOTSUPP if
-    /// its file may not be stored to, or read, in place.
-    fn fill(&mut self, index: u32, need: Need) -> Result<()> {
-        let slot = self.known.get(&index).ok_or(Errno::STALE)?;
-        let (node, source) = (slot.node, slot.source.clone());
-        let real = Arc::new(source.open(true)?);
-        // Cheaper than to find out later.
-        if need == Need::Open && !self.pass.seems_whole(real.as_fd())? {
-            return Err(Errno::OPNOTSUPP);
-        }
-        let id = self.shared.next_id();
-        let opened = self.files.open(id, Kind::Through, real.as_fd()).map_err(errno)?;
-        // If it fails, a change is noticed when the guest asks for attributes.
-        let _ = self.files.watch(id);
-        // Without the guard, the host could not execute it.
-        if !opened.guarded && source.facts()?.executable {
-            return Err(Errno::TXTBSY);
-        }
-        if !self.pass.permits(real.as_fd(), opened.guarded)? {
-            return Err(Errno::OPNOTSUPP);
-        }
-        // The guard is active now, so the size cannot shrink.
-        let (at, len) = self.reserve(fstat(&real)?.st_size as u64)?;
-        // A process of the guest waits, so the holes of a file in memory are to be allocated.
-        let filled = (need == Need::Fault).then(|| self.pass.fill(index, real.as_fd())).transpose();
-        let filled = filled.inspect_err(|_| self.room.free(at))?;
-        let held = Held { at, pieces: vec![len], id, since: self.now, real, proxy: opened.fd };
-        self.put(index, node, held, filled, need == Need::Open)
     }
 
     /// Has the frontend map a part of a file, and waits until the guest has it.
@@ -319,28 +312,6 @@ impl Slots {
                 Err(Errno::TIMEDOUT)
             }
         }
-    }
-
-    /// Maps a file into its reserved slot, as one piece, and makes the entry live: see [`Passthrough::live`].
-    fn put(&mut self, index: u32, node: u64, held: Held, filled: Option<Filled>, stores: bool) -> Result<()> {
-        let len = held.len();
-        if let Err(errno) = self.map(&held.mapping(0, len)) {
-            self.room.free(held.at);
-            return Err(errno);
-        }
-        self.pass.table.update(index, |line| {
-            line.slot = Some((held.at, len));
-            line.file = Some(held.real.clone());
-            line.set_node(node);
-        });
-        let live = self.pass.live(index, held.real.as_fd(), filled, stores);
-        if let Some(slot) = self.known.get_mut(&index) {
-            (slot.held, slot.not_before, slot.idle) = (Some(held), None, None);
-        }
-        if live.is_err() {
-            self.gone(index);
-        }
-        live
     }
 
     /// Reserves a slot (offset and length), of the greatest of [`lens`] that there is room for.
@@ -380,7 +351,7 @@ impl Slots {
             return true;
         }
         let Some(slot) = self.known.get(&index) else { return false };
-        let Ok(len) = slot.source.facts().map(|facts| shortest(facts.size)) else { return false };
+        let len = shortest(slot.size.max(self.pass.table.entry(index).size));
         let own = slot.held.as_ref().map(|held| held.at);
         let mut leave: Vec<u32> = Vec::new();
         let mut enough = false;
@@ -449,18 +420,6 @@ impl Slots {
         }
     }
 
-    /// The guest uses a file by messages that has lost its slot.
-    fn want_again(&mut self, index: u32) {
-        let waits = self.known.get(&index).is_none_or(|slot| slot.held.is_some() || slot.late.is_some());
-        let open = self.pass.table.entry(index).state == EntryState::Gone;
-        if waits || !open || self.is_wanting(index) || self.is_kept_away(index) {
-            return;
-        }
-        if self.fill(index, Need::Later) == Err(FULL) && self.make_room(index, Whom::Idle) {
-            self.wanting.push(Wanting { index, need: Need::Later, since: self.now });
-        }
-    }
-
     fn is_wanting(&self, index: u32) -> bool {
         self.wanting.iter().any(|wanting| wanting.index == index)
     }
@@ -470,43 +429,13 @@ impl Slots {
         self.known.get(&index).and_then(|slot| slot.not_before).is_some_and(|at| at > Instant::now())
     }
 
-    /// Maps files that wait for room.
-    fn serve_wanting(&mut self) {
-        let late = |w: &Wanting| self.now.saturating_duration_since(w.since) >= OPENING;
-        if !std::mem::take(&mut self.freed) && !self.wanting.iter().any(late) {
-            return;
-        }
-        let waits = |slots: &Self, want: &Wanting| {
-            let empty = |slot: &Slot| slot.held.is_none() && slot.late.is_none();
-            slots.known.get(&want.index).is_some_and(empty) && !slots.is_kept_away(want.index)
-        };
-        let mut full = false;
-        for want in std::mem::take(&mut self.wanting) {
-            if want.need != Need::Open && !waits(self, &want) {
-                continue;
-            }
-            let patient = self.now.saturating_duration_since(want.since) < OPENING;
-            // One that finds no room is enough: each look takes system calls.
-            if full && patient && self.room_comes() {
-                self.wanting.push(want);
-                continue;
-            }
-            let mapped = self.fill(want.index, want.need);
-            full |= mapped == Err(FULL);
-            match mapped {
-                Err(FULL) if patient && self.room_comes() => self.wanting.push(want),
-                mapped if want.need == Need::Open => self.decide(want.index, want.since, mapped),
-                Ok(()) => {}
-                // A guest that still wants it asks again.
-                Err(errno) => tracing::debug!(want.index, "still not mapped: {errno}"),
-            }
-        }
-    }
-
     /// Live mappings.
     fn mappings(&self) -> usize {
-        let of =
-            |slot: &Slot| slot.held.as_ref().map_or(0, |held| held.pieces.len()) + usize::from(slot.late.is_some());
+        let of = |slot: &Slot| {
+            let reserved = slot.opening.is_some_and(|opening| opening.reserved);
+            let held = slot.held.as_ref().map_or(0, |held| held.pieces.len());
+            held + usize::from(slot.late.is_some()) + usize::from(reserved)
+        };
         self.known.values().map(of).sum()
     }
 
@@ -514,10 +443,9 @@ impl Slots {
     fn drop_slot(&mut self, index: u32) {
         self.give_up(index);
         self.wanting.retain(|wanting| wanting.index != index);
-        drop(self.empty(index));
+        self.empty(index).into_iter().for_each(|held| self.spent(held));
         self.end_late(index);
         let Some(slot) = self.known.remove(&index) else { return };
-        self.shared.cached.remove(&slot.node);
         let mut nodes = self.pass.nodes.lock();
         if slot.session == nodes.session {
             self.pass.table.update(index, |line| {
@@ -533,7 +461,18 @@ impl Slots {
         self.pending.retain(|pending| pending.index != index);
     }
 
-    /// Takes the file out of its slot. A host process that waits for that goes on when the result is dropped.
+    /// Has a file closed that is in no slot. A host process that waits for that then goes on.
+    fn spent(&mut self, held: Held) {
+        self.closing.files.extend([held.proxy, held.real]);
+    }
+
+    /// What a worker is about to map, if it still may.
+    fn opening(&mut self, index: u32, id: u64) -> Option<&mut Option<Opening>> {
+        let slot = self.known.get_mut(&index)?;
+        slot.opening.is_some_and(|opening| opening.id == id).then_some(&mut slot.opening)
+    }
+
+    /// Takes the file out of its slot.
     fn empty(&mut self, index: u32) -> Option<Held> {
         let slot = self.known.get_mut(&index)?;
         let (node, held) = (slot.node, slot.held.take()?);
@@ -571,10 +510,10 @@ impl Slots {
     fn end_late(&mut self, index: u32) {
         let Some(slot) = self.known.get_mut(&index) else { return };
         let Some(late) = slot.late.take() else { return };
-        self.shared.cached.remove(&slot.node);
+        let node = slot.node;
         if let Some(file) = late.file {
-            self.shared.unmap(&Mapping::whole(WHOLE_FILES, late.at, late.len, file.as_fd()));
-            write_back(file.as_fd(), &*slot.source);
+            self.shared.unmap(&Mapping::whole(WHOLE_FILES, late.at, late.len, file.fd.as_fd()));
+            self.closing.copies.push((node, file));
         }
         self.free(late.at);
     }
@@ -586,15 +525,13 @@ impl Slots {
             .find_map(|(&index, slot)| Some((index, slot, slot.held.as_ref().filter(|held| held.id == id)?)))
     }
 
-    /// Somebody else has written to a proxy file's real file, or changed its size.
-    pub fn changed(&mut self, id: u64) {
-        if let Some((index, _, held)) = self.with_proxy_file(id) {
-            self.pass.look(index, held.real.as_fd());
-        }
-    }
-
     /// A host process is about to truncate a proxy file's real file, and has waited since then.
     pub fn revoke(&mut self, id: u64, since: Instant) {
+        let is_opening = |slot: &&mut Slot| slot.opening.is_some_and(|opening| opening.id == id);
+        if let Some(slot) = self.known.values_mut().find(is_opening) {
+            slot.opening = None;
+            slot.not_before = Some(Instant::now() + LATER);
+        }
         let Some((index, slot, _)) = self.with_proxy_file(id) else { return };
         let node = slot.node;
         if self.pass.nodes.lock().forget(node, index) {
@@ -607,22 +544,29 @@ impl Slots {
 
     /// Revokes an entry if it is live, and notes that its acknowledgement is missing.
     fn pend(&mut self, index: u32, why: Why) {
-        if !self.known.contains_key(&index) || self.pending.iter().any(|pending| pending.index == index) {
+        if self.pending.iter().any(|pending| pending.index == index) {
             return;
         }
+        let Some(slot) = self.known.get(&index) else { return };
+        // As long as the entry has its file.
+        self.pass.note_stores(index, slot.node);
         let entry = self.pass.table.update(index, |line| {
+            let acknowledged = || self.pass.table.acknowledged(index) == line.entry().generation;
             // Refused if there is nothing to revoke.
             let _ = match (why, line.state()) {
                 (Why::Downgrade, _) => Ok(()),
-                // An open that is about to make it live finds no slot.
-                (Why::Host(_), EntryState::Free) => line.step(Change::Withdraw),
+                // An open or a worker that is about to make it live finds no slot.
+                (Why::Host(_), EntryState::Free | EntryState::Gone) => line.step(Change::Withdraw),
+                (Why::Host(_) | Why::Room, EntryState::Revoking { .. }) if acknowledged() => {
+                    line.step(Change::Withdraw)
+                }
                 (Why::Host(_) | Why::Longer | Why::Room, _) => line.step(Change::Revoke),
             };
             line.entry()
         });
         if entry.state.is_revoking() {
             self.pending.push(Pending { index, generation: entry.generation, why, since: self.now });
-        } else if matches!(why, Why::Host(_)) {
+        } else if entry.state == EntryState::Gone && matches!(why, Why::Host(_) | Why::Room) {
             self.gone(index);
         }
     }
@@ -631,7 +575,7 @@ impl Slots {
     fn gone(&mut self, index: u32) {
         let held = self.empty(index);
         self.set_gone(index, Change::Withdraw);
-        drop(held);
+        held.into_iter().for_each(|held| self.spent(held));
     }
 
     /// `change`: Withdraw or Seize.
@@ -718,8 +662,9 @@ impl Slots {
         self.room.resize(at, len).then_some(len)
     }
 
-    /// Looks for acknowledgements, and does what is due.
-    pub fn look(&mut self) {
+    /// Looks for acknowledgements, and does what is due, or has workers do it.
+    pub fn look(&mut self, now: Instant) {
+        self.now = now;
         self.settle_times(self.now);
         let over = |p: &Pending| {
             let acknowledged = self.pass.table.acknowledged(p.index) == p.generation;
@@ -732,13 +677,33 @@ impl Slots {
             self.give_up(index);
             self.finish(index, why, acknowledged);
         }
-        self.serve_wanting();
+        self.look_for_room();
         self.look_later();
+        self.look_at_opens();
+        self.pass.jobs().close(&mut self.closing);
     }
 
-    /// A turn of the mapper begins.
-    pub fn begin(&mut self, now: Instant) {
-        self.now = now;
+    /// Has files mapped that wait for room, if there may be some.
+    fn look_for_room(&mut self) {
+        let late = |w: &Wanting| self.now.saturating_duration_since(w.since) >= OPENING;
+        if std::mem::take(&mut self.freed) || self.wanting.iter().any(late) {
+            self.full = false;
+            for want in &self.wanting {
+                self.pass.send(SlotJob::Entry(EntryJob::Serve, want.index));
+            }
+        }
+    }
+
+    /// Answers opens whose file keeps a worker waiting: they are by messages.
+    fn look_at_opens(&mut self) {
+        let late = |opening: Opening| {
+            opening.need == Need::Open && self.now.saturating_duration_since(opening.since) >= OPENING
+        };
+        let late = |(index, slot): (&u32, &Slot)| slot.opening.filter(|opening| late(*opening)).map(|_| *index);
+        let late: Vec<u32> = self.known.iter().filter_map(late).collect();
+        for index in late {
+            self.decide(index, Instant::now(), Err(Errno::TIMEDOUT));
+        }
     }
 
     fn finish(&mut self, index: u32, why: Why, acknowledged: bool) {
@@ -751,56 +716,27 @@ impl Slots {
                     slot.not_before = None;
                 }
             }
-            Why::Downgrade => {
-                let Some(real) = self.known.get(&index).and_then(|slot| slot.held.as_ref()) else { return };
-                if self.pass.live(index, real.real.as_fd(), None, false).is_err() {
-                    self.gone(index);
-                }
-            }
-            Why::Longer => self.move_elsewhere(index),
+            Why::Downgrade => self.pass.send(SlotJob::Entry(EntryJob::Live, index)),
+            Why::Longer => self.pass.send(SlotJob::Entry(EntryJob::Move, index)),
         }
     }
 
-    /// Moves a file to a slot that is long enough.
-    fn move_elsewhere(&mut self, index: u32) {
-        let moved = self.known.get_mut(&index).and_then(|slot| Some((slot.node, slot.held.take()?)));
-        let Some((node, held)) = moved else { return };
-        self.unmap(index, node, &held);
-        self.free(held.at);
-        let size = self.pass.table.entry(index).size;
-        let since = self.now;
-        let held = |(at, len)| Held { at, pieces: vec![len], since, ..held };
-        let put = self.reserve(size).map(held).and_then(|held| self.put(index, node, held, None, false));
-        if let Err(errno) = put {
-            tracing::debug!(node, "not mapped again: {errno}");
-            self.gone(index);
-        }
-    }
-
-    /// Replaces a file by a Cached proxy file because the guest did not let go of it in time.
+    /// Takes a file out of its slot because the guest did not let go of it in time. A Cached proxy file is to take its
+    /// place.
     fn replace(&mut self, index: u32) {
         let generation = self.pass.table.entry(index).generation;
         let Some(slot) = self.known.get_mut(&index) else { return };
-        let (node, source) = (slot.node, slot.source.clone());
+        let node = slot.node;
         let Some(held) = slot.held.take() else { return };
         tracing::warn!(node, "the guest did not let go of a file in time: what it still stores in place may be lost");
         let (at, len) = (held.at, held.len());
         self.unmap(index, node, &held);
         self.set_gone(index, Change::Seize);
-        drop(held);
-        let id = self.shared.next_id();
-        let open = || self.files.open(id, Kind::Cached, source.open(true)?.as_fd());
-        let mapped = open().map_err(errno).and_then(|opened| {
-            self.shared.map(&Mapping::whole(WHOLE_FILES, at, len, opened.fd.as_fd()))?;
-            Ok(Arc::new(opened.fd))
-        });
-        let mapped = mapped.inspect_err(|errno| tracing::warn!(node, "nothing can be put in its place: {errno}"));
-        if let Ok(file) = &mapped {
-            self.shared.cached.insert(node, CachedFile { id, fd: file.clone(), source });
-        }
+        self.spent(held);
         if let Some(slot) = self.known.get_mut(&index) {
-            slot.late = Some(Late { at, len, generation, file: mapped.ok() });
+            slot.late = Some(Late { at, len, generation, file: None });
         }
+        self.pass.send(SlotJob::Entry(EntryJob::Replace, index));
     }
 
     /// Ends the Cached proxy files that the guest has let go of, and maps files again whose truncation is over.
@@ -812,112 +748,9 @@ impl Slots {
         };
         let over: Vec<u32> = self.known.iter().filter_map(over).collect();
         over.into_iter().for_each(|index| self.end_late(index));
-        let due = |slot: &Slot| {
-            slot.held.is_none() && slot.late.is_none() && slot.not_before.is_some_and(|at| at <= Instant::now())
-        };
-        let due: Vec<u32> = self.known.iter().filter(|(_, slot)| due(slot)).map(|(index, _)| *index).collect();
-        for index in due {
-            let again = match self.fill(index, Need::Later) {
-                // The truncation is still in progress.
-                Err(Errno::BUSY) => Some(Instant::now() + LATER),
-                done => done.inspect_err(|errno| tracing::debug!("not mapped again: {errno}")).ok().and(None),
-            };
-            if let Some(slot) = self.known.get_mut(&index) {
-                slot.not_before = again;
-            }
+        for (index, _) in self.known.iter().filter(|(_, slot)| slot.opening.is_none() && slot.is_due()) {
+            self.pass.send(SlotJob::Entry(EntryJob::Again, *index));
         }
-    }
-
-    /// Answers a SETUPMAPPING.
-    ///
-    /// # Errors
-    /// EAGAIN: the guest is to ask again. ENOSPC if the file is longer than the window or the disk is full. EFAULT past
-    /// the end of the file, EBADF without an open, EINVAL. EIO otherwise.
-    fn ask(&mut self, node: u64, from: u64, len: u64, writable: bool) -> Result<()> {
-        let end = from.checked_add(len).ok_or(Errno::INVAL)?;
-        let index = self.pass.nodes.lock().index(node).ok_or(Errno::BADF)?;
-        let slot = self.known.get(&index).ok_or(Errno::AGAIN)?;
-        let entry = self.pass.table.entry(index);
-        let opening = self.wanting.iter().any(|wanting| wanting.index == index && wanting.need == Need::Open);
-        if entry.state.is_revoking() || slot.late.is_some() || self.is_kept_away(index) || opening {
-            return Err(Errno::AGAIN);
-        }
-        if entry.state.is_live() {
-            return self.ask_live(index, end, writable);
-        }
-        if slot.held.is_some() {
-            // An open is about to make it live, or could not: then the slot is emptied first.
-            return Err(Errno::AGAIN);
-        }
-        match self.fill(index, Need::Fault) {
-            Ok(()) => self.ask_live(index, end, writable),
-            Err(FULL) => {
-                if self.make_room(index, Whom::Any) && !self.is_wanting(index) {
-                    self.wanting.push(Wanting { index, need: Need::Fault, since: self.now });
-                }
-                Err(Errno::AGAIN)
-            }
-            Err(TOO_LONG | Errno::NOSPC | Errno::DQUOT) => Err(Errno::NOSPC),
-            // A truncation is under way; the frontend does not answer; a process of the host executes the file, or has
-            // a lease; a hole came meanwhile; for want of memory or descriptors.
-            Err(
-                Errno::BUSY
-                | Errno::TIMEDOUT
-                | Errno::TXTBSY
-                | Errno::AGAIN
-                | Errno::OPNOTSUPP
-                | Errno::NOMEM
-                | Errno::MFILE
-                | Errno::NFILE,
-            ) => Err(Errno::AGAIN),
-            Err(errno) => {
-                tracing::debug!(node, "a fault of the guest fails: {errno}");
-                Err(Errno::IO)
-            }
-        }
-    }
-
-    fn ask_live(&mut self, index: u32, end: u64, writable: bool) -> Result<()> {
-        let mut entry = self.pass.table.entry(index);
-        if end > entry.length {
-            if entry.size <= entry.length {
-                // Beyond the end of the file.
-                return Err(Errno::FAULT);
-            }
-            if shortest(entry.size) > self.pass.size() {
-                return Err(Errno::NOSPC);
-            }
-            self.lengthen(index, Whom::Any);
-            entry = self.pass.table.entry(index);
-            if !entry.state.is_live() || end > entry.length {
-                return Err(Errno::AGAIN);
-            }
-        }
-        match writable && !entry.state.is_writable() {
-            true => self.fill_holes(index),
-            false => Ok(()),
-        }
-    }
-
-    /// Allocates the file's holes, and blocks of its own where it shares some, so that no store to it can fail for want
-    /// of space. The entry has one flag for the whole file, so a part would not do. Of a long file it does a part, and
-    /// the guest asks again: other files' slots must not wait, above all for a host process.
-    ///
-    /// # Errors
-    /// EAGAIN if there is more to do; ENOSPC; EIO.
-    fn fill_holes(&mut self, index: u32) -> Result<()> {
-        let held = self.known.get(&index).and_then(|slot| slot.held.as_ref()).ok_or(Errno::AGAIN)?;
-        let (since, real) = (self.pass.holes(index), held.real.as_fd());
-        let (size, stores) = (fstat(real)?.st_size as u64, Stores::of(real)?);
-        let from = self.pass.first_hole(index).min(size);
-        let end = size.min(from.saturating_add(stores.at_once()));
-        let allocated = stores.allocate(&held.real, from, end);
-        allocated.map_err(|errno| match errno {
-            Errno::NOSPC | Errno::DQUOT => Errno::NOSPC,
-            _ => Errno::IO,
-        })?;
-        self.pass.allocated(&since, real, from, (end - from).max(1));
-        if self.pass.table.entry(index).state.is_writable() { Ok(()) } else { Err(Errno::AGAIN) }
     }
 }
 

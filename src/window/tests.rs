@@ -1,7 +1,7 @@
 //! The mapper against a frontend and proxy files that only take note.
 
 use std::io::{Read, Write};
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::AtomicUsize;
@@ -93,10 +93,16 @@ struct MadeOne {
 struct Made {
     all: Mutex<Vec<MadeOne>>,
     guarded: bool,
+    /// Is called with the id before a proxy file is opened.
+    opening: Mutex<Option<Arc<Opening>>>,
 }
+
+type Opening = dyn Fn(u64, Kind) + Send + Sync;
 
 impl ProxyFiles for Made {
     fn open(&self, id: u64, kind: Kind, _real: BorrowedFd) -> io::Result<Opened> {
+        let opening = self.opening.lock().clone();
+        opening.into_iter().for_each(|opening| opening(id, kind));
         let (fd, end) = UnixStream::pair()?;
         end.set_nonblocking(true)?;
         self.all.lock().push(MadeOne { id, kind, fd: fd.as_raw_fd(), end });
@@ -188,6 +194,37 @@ impl Rig {
         wait(|answer| self.window.unmap(&parts, || answer))
     }
 
+    /// Proxy files of this kind wait until the second sender sends. The first receiver tells their ids.
+    fn hold_up(&self, held: Kind) -> (mpsc::Receiver<u64>, mpsc::Sender<()>) {
+        let ((tell, told), (go, wait)) = (mpsc::channel(), mpsc::channel());
+        let wait = Mutex::new(wait);
+        *self.made.opening.lock() = Some(Arc::new(move |id, kind| {
+            if kind == held {
+                tell.send(id).unwrap();
+                wait.lock().recv_timeout(100 * SECOND).unwrap();
+            }
+        }));
+        (told, go)
+    }
+
+    /// The kinds of what is mapped, by place.
+    fn mapped(&self) -> Vec<(u64, Kind)> {
+        let made = self.made.all.lock();
+        let kind = |id| made.iter().find(|one| one.id == id).unwrap().kind;
+        let mut mapped: Vec<_> = self.taken.mapped.lock().iter().map(|m| (m.0 / RANGE, kind(m.1))).collect();
+        mapped.sort_unstable_by_key(|(at, _)| *at);
+        mapped
+    }
+
+    fn revoke(&self, id: u64) {
+        self.window.jobs.send(Job::Event(Event::Revoke(id), Instant::now()));
+    }
+
+    /// How many proxy files are open. They are closed before an unmapping is answered, and otherwise soon.
+    fn open(&self) -> usize {
+        self.kinds().len()
+    }
+
     fn kinds(&self) -> Vec<Kind> {
         let mut all = self.made.all.lock();
         all.retain_mut(|one| one.end.read(&mut [0]).is_err_and(|e| e.kind() == io::ErrorKind::WouldBlock));
@@ -204,10 +241,10 @@ fn a_file_has_one_proxy_file_as_long_as_it_is_mapped() {
     rig.map(8, 4, 100, true, 8, FakeSource::default()).unwrap();
     assert_eq!((rig.window.live(), rig.kinds()), (7, vec![Kind::Through; 2]));
     rig.unmap(&[(0, 2), (8, 4)]).unwrap();
-    assert_eq!((rig.window.live(), rig.kinds().len()), (1, 1));
+    assert_eq!((rig.window.live(), rig.open()), (1, 1));
     // What is not mapped is no error.
     rig.unmap(&[(0, 16)]).unwrap();
-    assert_eq!((rig.window.live(), rig.kinds().len(), rig.taken.mapped.lock().len()), (0, 0, 0));
+    assert_eq!((rig.window.live(), rig.open(), rig.taken.mapped.lock().len()), (0, 0, 0));
 }
 
 #[test]
@@ -218,7 +255,8 @@ fn a_mapping_gives_way_to_a_new_one() {
     // It was writable from the start.
     assert_eq!(rig.taken.calls.load(Ordering::Relaxed), 1);
     rig.map(0, 3, 4, true, 8, FakeSource::default()).unwrap();
-    assert_eq!((rig.window.live(), rig.kinds().len()), (3, 1));
+    assert_eq!(rig.window.live(), 3);
+    wait_until(|| rig.open() == 1);
 }
 
 #[test]
@@ -257,13 +295,14 @@ fn what_must_not_be_mapped_itself_goes_through_the_cache() {
         assert!(rig.kinds().contains(&Kind::Cached));
         rig.window.reset();
         rig.unmap(&[]).unwrap();
-        assert_eq!((rig.window.live(), rig.kinds().len()), (0, 0));
+        wait_until(|| rig.window.live() + rig.open() == 0);
     }
     let rig = rig(true);
     rig.map(0, 1, 0, false, 7, FakeSource { executable: true, ..Default::default() }).unwrap();
     assert_eq!(rig.kinds(), [Kind::Through]);
     let refused = rig.map(1, 1, 0, true, 8, FakeSource { readonly: true, ..Default::default() });
-    assert_eq!((refused, rig.window.live(), rig.kinds().len()), (Err(Errno::ROFS), 1, 1));
+    assert_eq!((refused, rig.window.live()), (Err(Errno::ROFS), 1));
+    wait_until(|| rig.open() == 1);
 }
 
 #[test]
@@ -272,20 +311,76 @@ fn a_revoked_file_keeps_its_mappings_but_not_its_pages() {
     rig.map(0, 3, 0, true, 7, FakeSource::default()).unwrap();
     rig.map(5, 1, 0, true, 8, FakeSource::default()).unwrap();
     let id = rig.taken.mapped.lock().iter().find(|m| m.0 == 0).unwrap().1;
-    rig.window.jobs.send(Job::Event(Event::Revoke(id), Instant::now()));
-    rig.unmap(&[]).unwrap();
+    rig.revoke(id);
+    wait_until(|| rig.mapped().iter().filter(|(_, kind)| *kind == Kind::Cached).count() == 3);
     let mapped = rig.taken.mapped.lock().clone();
     assert_eq!((rig.window.live(), mapped.len()), (4, 4));
     assert!(mapped.iter().all(|m| m.1 != id));
     // When it is over, they are the file's again.
-    thread::sleep(Duration::from_millis(200));
-    rig.unmap(&[]).unwrap();
-    let kind = |id| rig.made.all.lock().iter().find(|one| one.id == id).map(|one| one.kind);
-    assert!(rig.taken.mapped.lock().iter().all(|m| kind(m.1) == Some(Kind::Through)));
+    wait_until(|| rig.mapped().iter().all(|(_, kind)| *kind == Kind::Through));
     rig.map(6, 1, 9, true, 7, FakeSource::default()).unwrap();
     assert!(rig.taken.mapped.lock().iter().all(|m| m.1 != id));
     rig.unmap(&[(0, 16)]).unwrap();
-    assert_eq!((rig.window.live(), rig.kinds().len()), (0, 0));
+    assert_eq!((rig.window.live(), rig.open()), (0, 0));
+}
+
+/// Whoever revokes does not wait for it.
+#[test]
+fn a_file_that_is_revoked_while_it_is_opened_is_not_mapped_itself() {
+    let rig = rig(true);
+    let (told, go) = rig.hold_up(Kind::Through);
+    let (send, answer) = mpsc::channel();
+    let answer_to = Box::new(move |result| send.send(result).unwrap());
+    let source = Arc::new(FakeSource::default());
+    rig.window.map((0, RANGE), 0, true, 7, source, || answer_to).unwrap();
+    let id = told.recv().unwrap();
+    rig.revoke(id);
+    // The thread is done with it when it shows what is mapped.
+    let (send, shown) = mpsc::channel();
+    rig.window.show(move |mappings| send.send(mappings).unwrap());
+    assert!(shown.recv().unwrap().is_empty());
+    go.send(()).unwrap();
+    assert_eq!(answer.recv().unwrap(), Ok(()));
+    assert_eq!(rig.mapped(), [(0, Kind::Cached)]);
+    rig.unmap(&[(0, 16)]).unwrap();
+    wait_until(|| rig.open() == 0);
+}
+
+/// The window process may be busy with another file.
+#[test]
+fn a_file_is_taken_back_in_time_even_if_nothing_takes_its_place_yet() {
+    let rig = rig(true);
+    rig.map(0, 2, 0, true, 7, FakeSource::default()).unwrap();
+    let id = rig.taken.mapped.lock()[0].1;
+    let (told, go) = rig.hold_up(Kind::Cached);
+    rig.revoke(id);
+    told.recv().unwrap();
+    // The guest has its pages until then.
+    wait_until(|| rig.mapped().is_empty());
+    assert_eq!(rig.window.live(), 0);
+    go.send(()).unwrap();
+    wait_until(|| rig.mapped() == [(0, Kind::Cached), (1, Kind::Cached)]);
+    rig.unmap(&[(0, 16)]).unwrap();
+    assert_eq!((rig.window.live(), rig.mapped().len()), (0, 0));
+}
+
+/// A job of a session that has ended is not carried over into the next one.
+#[test]
+fn what_a_worker_opens_for_a_session_that_has_ended_is_not_mapped() {
+    let rig = rig(true);
+    let (told, go) = rig.hold_up(Kind::Through);
+    let (send, answer) = mpsc::channel();
+    let answer_to = Box::new(move |result| send.send(result).unwrap());
+    rig.window.map((0, RANGE), 0, true, 7, Arc::new(FakeSource::default()), || answer_to).unwrap();
+    told.recv().unwrap();
+    *rig.made.opening.lock() = None;
+    rig.window.reset();
+    rig.map(1, 1, 0, true, 8, FakeSource::default()).unwrap();
+    go.send(()).unwrap();
+    assert_eq!(answer.recv().unwrap(), Err(Errno::STALE));
+    assert_eq!(rig.mapped(), [(1, Kind::Through)]);
+    rig.unmap(&[(0, 16)]).unwrap();
+    wait_until(|| rig.open() == 0);
 }
 
 #[test]
@@ -300,6 +395,7 @@ fn a_mapping_that_the_frontend_still_has_is_replaced() {
 struct Stepped {
     rig: doors::Rig,
     taken: Arc<Taken>,
+    made: Arc<Made>,
     guest: Arc<vm_memory::mmap::MmapRegion>,
 }
 
@@ -316,11 +412,11 @@ impl Stepped {
     fn touching(settings: Settings, touch: Touch) -> Self {
         let (taken, made) = (Arc::new(Taken::default()), Arc::new(Made { guarded: true, ..Made::default() }));
         let rig = doors::Rig::with(0, settings, made.clone(), touch).unwrap();
-        rig.window.connect(Arc::new(FakeFrontend(taken.clone(), made)));
+        rig.window.connect(Arc::new(FakeFrontend(taken.clone(), made.clone())));
         rig.window.announce();
         let table = std::fs::File::from(rig.table().file().unwrap().try_clone_to_owned().unwrap());
         let guest = vm_memory::mmap::MmapRegion::from_file(vm_memory::FileOffset::new(table, 0), table::LEN as usize);
-        let mut stepped = Self { rig, taken, guest: Arc::new(guest.unwrap()) };
+        let mut stepped = Self { rig, taken, made, guest: Arc::new(guest.unwrap()) };
         stepped.start();
         stepped
     }
@@ -521,6 +617,44 @@ fn a_file_that_is_slow_to_get_its_times_delays_nobody() {
 const LIVE: doors::EntryState = doors::EntryState::Live { writable: true };
 const REVOKING: doors::EntryState = doors::EntryState::Revoking { writable: true };
 const SECOND: Duration = Duration::from_secs(1);
+
+/// A request looks at the file, and waits for its lock.
+#[test]
+fn who_looks_at_a_file_delays_no_revocation_of_it() {
+    let mut window = Stepped::new(4 * RANGE, 2);
+    let file = full_file(5000);
+    let index = window.open(7, &file).unwrap();
+    let id = window.taken.mapped.lock().last().unwrap().1;
+    let pass = window.rig.pass().clone();
+    let look = pass.table.look(index);
+    window.rig.event(Event::Revoke(id));
+    window.rig.turn();
+    assert_eq!(window.state(index), REVOKING);
+    window.acknowledge(index);
+    window.rig.turn();
+    assert_eq!((window.state(index), window.rig.live()), (doors::EntryState::Gone, [0, 0, 1]));
+    // What it finds says nothing of the entry's next node.
+    pass.release(7);
+    window.rig.turn();
+    let next = window.opening(8, &file);
+    assert_eq!(look.update(|line| line.set_size(1)), Err(Errno::STALE));
+    drop(look);
+    window.turns(Instant::now());
+    assert_eq!((next.recv().unwrap(), window.rig.table().entry(index).size), (Ok(Some(index)), 5000));
+}
+
+/// A host process takes a file back that a worker is about to map.
+#[test]
+fn a_file_that_is_revoked_while_it_is_opened_gets_no_slot() {
+    let mut window = Stepped::new(4 * RANGE, 2);
+    let mapper = window.rig.mapper().clone();
+    *window.made.opening.lock() = Some(Arc::new(move |id, _| {
+        let now = Instant::now();
+        mapper.turn(Some(Job::Event(Event::Revoke(id), now)), now);
+    }));
+    assert_eq!(window.open(7, &full_file(5000)), None);
+    assert_eq!((window.rig.live(), window.taken.mapped.lock().len()), ([0, 0, 1], 1));
+}
 
 #[test]
 fn an_idle_slot_gives_way_to_a_file_that_is_opened() {
