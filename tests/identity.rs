@@ -22,7 +22,7 @@ use rustix::io::Errno;
 use thruway::fs::{Config, FileHandles, PassthroughFs, proc_self_fd};
 use thruway::fuse::Reply;
 use thruway::fuse::abi::*;
-use thruway::fuse::ops::{Attrs, Caller, Control, DirSink, Dirs, Files, Names, Result};
+use thruway::fuse::ops::{Attrs, Caller, Control, DirSink, Dirs, Files, Names, Result, Threads};
 use zerocopy::FromBytes;
 
 type Test = fn(&Path, FileHandles);
@@ -94,7 +94,7 @@ fn session(root: &Path, inode_file_handles: FileHandles) -> PassthroughFs {
     let root: OwnedFd = rustix::fs::open(root, flags, Mode::empty()).unwrap();
     let config = Config { inode_file_handles, ..Config::default() };
     let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), config).unwrap();
-    fs.enter_thread();
+    fs.enter_thread(false);
     fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM).unwrap();
     fs
 }
@@ -106,13 +106,8 @@ fn lookup(fs: &PassthroughFs, parent: u64, name: &str) -> u64 {
 fn open(fs: &PassthroughFs, node: u64, flags: i32) -> Result<u64> {
     let (send, sent) = mpsc::channel();
     let mut reply = Reply::late(1, Box::new(move |reply: Vec<u8>| send.send(reply).unwrap()));
-    let served = fs.open(
-        node,
-        &OpenIn { flags: flags as u32, open_flags: 0 },
-        Caller { uid: 0, gid: 0, pid: 0 },
-        false,
-        &mut reply,
-    );
+    let served =
+        fs.open(node, &OpenIn { flags: flags as u32, open_flags: 0 }, Caller { uid: 0, gid: 0, pid: 0 }, &mut reply);
     reply.finish(served);
     let reply = sent.recv().unwrap();
     match OutHeader::read_from_prefix(&reply).unwrap().0.error {

@@ -20,7 +20,7 @@ use thruway::fs::{Config, PassthroughFs, proc_self_fd};
 use thruway::fuse::abi::*;
 use thruway::fuse::buf::IoVecs;
 use thruway::fuse::metrics::LateMeter;
-use thruway::fuse::ops::{Caller, Control, Files, Names, Wait};
+use thruway::fuse::ops::{Caller, Files, Names, Threads, WOULD_WAIT, Wait};
 use thruway::fuse::{Io, Reply, Server, Transport, WayBack, Work};
 use thruway::limits::{DEPUTIES, Limit};
 use thruway_bench::frontend::{Frontend, Options, WINDOW_BASE};
@@ -305,11 +305,11 @@ fn a_cold_read_is_noticed() {
     file.sync_all().unwrap();
     let root = rustix::fs::open(dir.path(), rustix::fs::OFlags::PATH, rustix::fs::Mode::empty()).unwrap();
     let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), Config::default()).unwrap();
-    fs.enter_thread();
+    fs.enter_thread(false);
     let node = fs.lookup(ROOT_ID, c"cold").unwrap().nodeid;
     let (send, opened) = mpsc::channel();
     let mut reply = Reply::late(1, Box::new(move |reply| send.send(reply).unwrap()));
-    fs.open(node, &OpenIn::default(), Caller { uid: 0, gid: 0, pid: 0 }, false, &mut reply).unwrap();
+    fs.open(node, &OpenIn::default(), Caller { uid: 0, gid: 0, pid: 0 }, &mut reply).unwrap();
     reply.finish(Ok(()));
     let open = OpenOut::read_from_bytes(&opened.recv().unwrap()[16..]).unwrap();
     let mut data = vec![0; 1 << 17];
@@ -317,19 +317,18 @@ fn a_cold_read_is_noticed() {
         let mut to = IoVecs::default();
         // SAFETY: the buffer outlives the list.
         unsafe { to.push(data.as_mut_ptr(), data.len(), true) };
-        fs.read(node, &ReadIn { fh: open.fh, size: 1 << 17, ..Default::default() }, &to.range(0..1 << 17), false)
-            .unwrap()
+        fs.read(node, &ReadIn { fh: open.fh, size: 1 << 17, ..Default::default() }, &to.range(0..1 << 17))
     };
     // All of it, then the second half only.
     for missing in [0, 1 << 16] {
         // A page may stay in memory, or the disk may be quick. Not every time.
         let waited = (0..100).any(|_| {
             rustix::fs::fadvise(&file, missing, None, rustix::fs::Advice::DontNeed).unwrap();
-            read().is_none()
+            read() == Err(WOULD_WAIT)
         });
         assert!(waited, "from {missing}");
         file.read_exact_at(&mut [0; 100_000], 0).unwrap();
-        assert_eq!(read(), Some(100_000));
+        assert_eq!(read(), Ok(100_000));
     }
 }
 

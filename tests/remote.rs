@@ -28,7 +28,7 @@ use thruway::device::{self, Urings};
 use thruway::fs::{CachePolicy, Config, FileHandles, PassthroughFs, proc_self_fd};
 use thruway::fuse::abi::*;
 use thruway::fuse::buf::IoRange;
-use thruway::fuse::ops::{Attrs, Caller, Control, DirSink, Dirs, Files, Names, Wait};
+use thruway::fuse::ops::{Attrs, Caller, Control, DirSink, Dirs, Files, Names, Threads, Wait};
 use thruway::fuse::{Io, Job, Reply, Server, Transport, WayBack, Work};
 use thruway::watch::Watch;
 use thruway_bench::frontend::{Frontend, Options, Token};
@@ -116,8 +116,11 @@ fn serve(far: &Path, mount: &str, control: PathBuf) {
                 let _ = rustix::io::write(&*fuse, head.as_bytes());
                 return;
             }
-            let mut here = Here { fuse: &fuse, left: false };
-            let n = server.handle(&mut work, &mut here);
+            let mut here = Here { fuse: &fuse, left: false, may_wait: false };
+            let mut n = server.handle(&mut work, &mut here);
+            if here.may_wait {
+                n = server.handle(&mut work, &mut here);
+            }
             if named && is_lookup && n > 16 {
                 slow.lock().insert(EntryOut::read_from_prefix(&reply[16..]).unwrap().0.nodeid);
             }
@@ -134,6 +137,7 @@ fn serve(far: &Path, mount: &str, control: PathBuf) {
 struct Here<'a> {
     fuse: &'a Arc<File>,
     left: bool,
+    may_wait: bool,
 }
 
 impl Transport for Here<'_> {
@@ -142,7 +146,7 @@ impl Transport for Here<'_> {
     }
 
     fn may_wait(&self) -> bool {
-        false
+        self.may_wait
     }
 
     fn io(&mut self, io: Io, data: &IoRange) {
@@ -156,7 +160,7 @@ impl Transport for Here<'_> {
     }
 
     fn serve_anew(&mut self, _since: Option<std::time::Instant>) {
-        unreachable!("the far directory is local");
+        self.may_wait = true;
     }
 
     fn detach(&mut self) -> WayBack {
@@ -488,7 +492,7 @@ fn listed_files_are_held() {
         fs::write(far.dir.join(format!("quick/f{n}")), "contents").unwrap();
     }
     let fs = session(&far.mount, prefer());
-    fs.enter_thread();
+    fs.enter_thread(false);
     fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM).unwrap();
     let dir = fs.lookup(ROOT_ID, c"quick").unwrap().nodeid;
     let list = || {
@@ -527,7 +531,7 @@ fn nothing_is_leased_or_kept() {
     let look = |share: &Path| {
         let config = Config { lease_timeout: Duration::from_secs(LEASE), ..prefer() };
         let fs = session(share, config).with_watch(Some(Watch::new().unwrap())).unwrap();
-        fs.enter_thread();
+        fs.enter_thread(false);
         fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM).unwrap();
         Listening::start(&fs);
         let dir = fs.lookup(ROOT_ID, c"quick").unwrap();
@@ -537,7 +541,7 @@ fn nothing_is_leased_or_kept() {
         for _ in 0..5 {
             let (send, opened) = mpsc::channel();
             let mut reply = Reply::late(1, Box::new(move |reply: Vec<u8>| send.send(reply).unwrap()));
-            fs.open(file.nodeid, &OpenIn::default(), Caller { uid: 0, gid: 0, pid: 0 }, false, &mut reply).unwrap();
+            fs.open(file.nodeid, &OpenIn::default(), Caller { uid: 0, gid: 0, pid: 0 }, &mut reply).unwrap();
             reply.finish(Ok(()));
             let open = OpenOut::read_from_bytes(&opened.recv().unwrap()[16..]).unwrap();
             kept |= open.open_flags & (OpenFlags::KEEP_CACHE | OpenFlags::CACHE_DIR).bits();

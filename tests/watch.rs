@@ -23,7 +23,7 @@ use rustix::fs::{Mode, OFlags};
 use thruway::fs::{Config, FileHandles, PassthroughFs, proc_self_fd};
 use thruway::fuse::Reply;
 use thruway::fuse::abi::*;
-use thruway::fuse::ops::{Attrs, Caller, Control, Creator, Files, Names, Xattrs};
+use thruway::fuse::ops::{Attrs, Caller, Control, Creator, Files, Names, Threads, Xattrs};
 use thruway::watch::Watch;
 use thruway_guest::protocol::{Change, Place, ops};
 use zerocopy::FromBytes;
@@ -206,7 +206,7 @@ impl World {
         };
         let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), config).unwrap();
         let fs = fs.with_watch(watch).unwrap();
-        fs.enter_thread();
+        fs.enter_thread(true);
         fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM).unwrap();
         Self { fs, agent: None, share: share.to_owned() }
     }
@@ -358,7 +358,7 @@ fn open(fs: &PassthroughFs, node: u64, flags: i32) -> u64 {
     let (send, sent) = channel();
     let mut reply = Reply::late(1, Box::new(move |reply: Vec<u8>| send.send(reply).unwrap()));
     let open = OpenIn { flags: flags as u32, open_flags: 0 };
-    let opened = fs.open(node, &open, Caller { uid: 0, gid: 0, pid: 0 }, true, &mut reply);
+    let opened = fs.open(node, &open, Caller { uid: 0, gid: 0, pid: 0 }, &mut reply);
     reply.finish(opened);
     let reply = sent.recv().unwrap();
     let (header, body) = OutHeader::read_from_prefix(&reply).unwrap();

@@ -1,7 +1,7 @@
 //! Requests: from bytes to a call of a file system that accepts everything, and back to a reply.
 #![no_main]
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::ffi::CStr;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicBool;
@@ -45,8 +45,21 @@ fn entry() -> Result<EntryOut> {
     Ok(EntryOut { nodeid: 2, ..Default::default() })
 }
 
+thread_local! {
+    static MAY_WAIT: Cell<bool> = const { Cell::new(true) };
+}
+
+impl Threads for Anything {
+    fn enter_thread(&self, may_wait: bool) {
+        MAY_WAIT.set(may_wait);
+    }
+    fn may_block(&self, does: Does, node: u64, _fh: Option<u64>) -> Option<Wait> {
+        let waits = does.intersects(Does::TRUNCATE | Does::CHANGE_SPACE | Does::USE_DISK | Does::TAKE_LONG);
+        if waits { [None, Some(Wait::Host), Some(Wait::Others)][(node % 3) as usize] } else { None }
+    }
+}
+
 impl Control for Anything {
-    fn enter_thread(&self) {}
     fn init(&self, offered: InitFlags) -> Result<Session> {
         Ok(Session { flags: offered, map_alignment: 21 })
     }
@@ -119,17 +132,13 @@ impl Names for Anything {
 }
 
 impl Files for Anything {
-    fn open(&self, node: u64, _open: &OpenIn, _by: Caller, _patient: bool, reply: &mut Reply) -> Result<()> {
+    fn open(&self, node: u64, _open: &OpenIn, _by: Caller, reply: &mut Reply) -> Result<()> {
         ask(node)?;
         match node % 3 {
             0 => reply.detach().answer(Ok(OpenOut::default())),
             _ => reply.put(&OpenOut::default())?,
         }
         Ok(())
-    }
-    fn truncating_waits(&self, node: u64, _fh: Option<u64>) -> Result<Option<Wait>> {
-        ask(node)?;
-        Ok([None, Some(Wait::Host), Some(Wait::Others)][(node % 3) as usize])
     }
     fn create(&self, parent: u64, n: &CStr, _create: &CreateIn, by: &Creator, reply: &mut Reply) -> Result<()> {
         name(n);
@@ -142,16 +151,16 @@ impl Files for Anything {
         ask(parent)?;
         reply.put(&CreateOut { entry: entry()?, open: OpenOut::default() })
     }
-    fn read(&self, node: u64, read: &ReadIn, to: &IoRange, _waits: bool) -> Result<Option<usize>> {
+    fn read(&self, node: u64, read: &ReadIn, to: &IoRange) -> Result<usize> {
         assert!(to.len() <= read.size as usize);
         let sum: usize = to.as_slice().iter().map(|s| s.iov_len).sum();
         assert_eq!(sum, to.len());
-        ask(node).map(|()| Some(to.len()))
+        ask(node).map(|()| to.len())
     }
-    fn file_for_read(&self, _node: u64, _read: &ReadIn) -> Result<Option<OwnedFd>> {
-        Ok(None)
+    fn file_for_read(&self, _node: u64, _read: &ReadIn) -> Result<OwnedFd> {
+        Err(WOULD_WAIT)
     }
-    fn write(&self, node: u64, write: &WriteIn, _by: Caller, from: &IoRange, _waits: bool) -> Result<usize> {
+    fn write(&self, node: u64, write: &WriteIn, _by: Caller, from: &IoRange) -> Result<usize> {
         assert_eq!(from.len(), write.size as usize);
         for slice in from.as_slice() {
             // SAFETY: the slice is a part of the input's copy.
@@ -168,16 +177,13 @@ impl Files for Anything {
     fn release(&self, node: u64, _release: &ReleaseIn) -> Result<()> {
         ask(node)
     }
-    fn waits(&self, node: u64, _fh: u64) -> bool {
-        node % 2 == 1
-    }
     fn fsync(&self, node: u64, _fh: u64, _datasync: bool, _by: Caller) -> Result<()> {
         ask(node)
     }
     fn fallocate(&self, node: u64, _args: &FallocateIn) -> Result<()> {
         ask(node)
     }
-    fn lseek(&self, node: u64, _fh: u64, offset: u64, _whence: u32, _patient: bool) -> Result<u64> {
+    fn lseek(&self, node: u64, _fh: u64, offset: u64, _whence: u32) -> Result<u64> {
         ask(node).map(|()| offset)
     }
     fn copy_file_range(&self, node: u64, args: &CopyFileRangeIn) -> Result<usize> {
@@ -242,19 +248,19 @@ impl Xattrs for Anything {
 }
 
 impl Flags for Anything {
-    fn flags(&self, node: u64, _fh: u64, patient: bool) -> Result<u32> {
-        if !patient && node & 1 == 0 {
-            return Err(Errno::AGAIN);
+    fn flags(&self, node: u64, _fh: u64) -> Result<u32> {
+        if !MAY_WAIT.get() && node & 1 == 0 {
+            return Err(WOULD_WAIT);
         }
         ask(node).map(|()| 7)
     }
-    fn set_flags(&self, node: u64, _fh: u64, _uid: u32, _flags: u32, _patient: bool) -> Result<()> {
+    fn set_flags(&self, node: u64, _fh: u64, _uid: u32, _flags: u32) -> Result<()> {
         ask(node)
     }
-    fn fsxattr(&self, node: u64, _fh: u64, _patient: bool) -> Result<Fsxattr> {
+    fn fsxattr(&self, node: u64, _fh: u64) -> Result<Fsxattr> {
         ask(node).map(|()| Fsxattr::default())
     }
-    fn set_fsxattr(&self, node: u64, _fh: u64, _uid: u32, to: &Fsxattr, _patient: bool) -> Result<()> {
+    fn set_fsxattr(&self, node: u64, _fh: u64, _uid: u32, to: &Fsxattr) -> Result<()> {
         look(to.as_bytes());
         ask(node)
     }
@@ -271,9 +277,6 @@ impl Locks for Anything {
 }
 
 impl Mappings for Anything {
-    fn has_mappings(&self) -> bool {
-        true
-    }
     fn start_passthrough(&self, answer: Answer) {
         answer(Err(Errno::NODEV));
     }

@@ -176,6 +176,10 @@ impl<H: Handler> Transport for Origin<'_, H> {
         if self.left { Ok(()) } else { Err(Errno::AGAIN) }
     }
 
+    fn stopping(&self) -> bool {
+        self.ring.stopping().load(Ordering::Relaxed)
+    }
+
     fn park(&mut self, bytes: usize, release: Release) -> Option<(WayBack, Stopping)> {
         self.left = true;
         self.ring.release_parked_by(release);

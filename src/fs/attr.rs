@@ -222,7 +222,7 @@ impl PassthroughFs {
     }
 
     fn truncate_unopened(&self, node: u64, a: &SetattrIn) -> Result<()> {
-        self.with_file(node, a.fh, (Use::Write, 0, true), |file| ftruncate(file.fd, a.size))
+        self.with_file(node, a.fh, (Use::Write, 0), |file| ftruncate(file.fd, a.size))
     }
 }
 

@@ -22,11 +22,12 @@ use super::lease::Found;
 use super::name::Purpose;
 use super::opens::{Opened, Use};
 use super::seen::Seen;
+use super::waits::may_wait;
 use super::{CachePolicy, PassthroughFs, cred, sys};
 use crate::fuse::Reply;
 use crate::fuse::abi::*;
 use crate::fuse::buf::IoRange;
-use crate::fuse::ops::{Caller, Creator, Files, Result, Wait};
+use crate::fuse::ops::{Caller, Creator, Files, Result, Threads, WOULD_WAIT};
 
 /// The modes of fallocate(2) that Linux sends. Other modes move or cut a file's contents, which may be mapped. The
 /// window's guard does not see that.
@@ -200,7 +201,6 @@ impl PassthroughFs {
         node: u64,
         open: &OpenIn,
         by: Caller,
-        patient: bool,
         reply: &mut Reply,
         out: impl FnOnce(OpenOut) -> T + Send + 'static,
     ) -> Result<()> {
@@ -218,12 +218,7 @@ impl PassthroughFs {
         }
         let reads = open.flags & (libc::O_ACCMODE | libc::O_TRUNC) as u32 == libc::O_RDONLY as u32;
         let named = if reads { None } else { self.named(&inode) };
-        let opening = || {
-            self.try_open(open.flags, |flags| match patient {
-                true => inode.open_waiting(&self.places, flags),
-                false => inode.open(&self.places, flags),
-            })
-        };
+        let opening = || self.try_open(open.flags, |flags| self.open_anew(&inode, flags));
         let file = match open.flags & libc::O_TRUNC as u32 {
             0 => opening()?,
             _ => {
@@ -251,12 +246,12 @@ impl PassthroughFs {
     fn open_found(&self, entry: EntryOut, create: &CreateIn, by: Caller, reply: &mut Reply) -> Result<()> {
         let node = entry.nodeid;
         let truncates = create.flags & libc::O_TRUNC as u32 != 0;
-        if truncates && self.truncating_waits(node, None)?.is_some() {
+        if truncates && self.may_block(Does::TRUNCATE, node, None).is_some() {
             return Err(Errno::STALE);
         }
         let open = OpenIn { flags: create.flags, open_flags: create.open_flags };
-        match self.open_known(node, &open, by, false, reply, move |open| CreateOut { entry, open }) {
-            Err(Errno::AGAIN) => Err(Errno::STALE),
+        match self.open_known(node, &open, by, reply, move |open| CreateOut { entry, open }) {
+            Err(WOULD_WAIT) => Err(Errno::STALE),
             opened => opened,
         }
     }
@@ -380,38 +375,15 @@ impl PassthroughFs {
 }
 
 impl Files for PassthroughFs {
-    fn open(&self, node: u64, open: &OpenIn, by: Caller, patient: bool, reply: &mut Reply) -> Result<()> {
+    fn open(&self, node: u64, open: &OpenIn, by: Caller, reply: &mut Reply) -> Result<()> {
         if !self.gives_handles() {
             // The guest's kernel then opens files by itself.
             return Err(Errno::NOSYS);
         }
-        self.open_known(node, open, by, patient, reply, |open| open)
-    }
-
-    fn truncating_waits(&self, node: u64, fh: Option<u64>) -> Result<Option<Wait>> {
-        let inode = self.inodes.get(node)?;
-        if inode.format() != libc::S_IFREG {
-            // The truncation fails at once.
-            return Ok(None);
+        match self.open_known(node, open, by, reply, |open| open) {
+            Err(WOULD_WAIT) if open.flags & libc::O_NONBLOCK as u32 != 0 => Err(Errno::AGAIN),
+            opened => opened,
         }
-        self.writable()?;
-        // The window may wait for the frontend, and the frontend must not wait for the worker.
-        if self.window.is_some() {
-            return Ok(Some(Wait::Others));
-        }
-        let handle = fh.filter(|fh| !self.has_no_handle(*fh));
-        // The guest has it open: the daemon may not be able to open it again.
-        let spare = if handle.is_none() { fh.and_then(|_| inode.spare(OFlags::WRONLY)) } else { None };
-        let size = match (handle, spare) {
-            (Some(fh), _) => stat(self.handles.get(node, fh)?.fd(), c"")?.stx_size,
-            (None, Some(spare)) => stat(spare.fd(), c"")?.stx_size,
-            // truncate(2) breaks a lease.
-            (None, None) => match inode.open(&self.places, OFlags::WRONLY) {
-                Err(Errno::AGAIN) => return Ok(Some(Wait::Others)),
-                file => stat(file?.as_fd(), c"")?.stx_size,
-            },
-        };
-        Ok((size > 0).then_some(Wait::Host))
     }
 
     fn create(&self, parent: u64, name: &CStr, create: &CreateIn, by: &Creator, reply: &mut Reply) -> Result<()> {
@@ -450,41 +422,26 @@ impl Files for PassthroughFs {
         self.enter_new((parent, None), file, create.flags, by, reply)
     }
 
-    fn read(&self, node: u64, read: &ReadIn, to: &IoRange, waits: bool) -> Result<Option<usize>> {
+    fn read(&self, node: u64, read: &ReadIn, to: &IoRange) -> Result<usize> {
         self.passing().iter().for_each(|pass| pass.missed(node));
-        let done = self.with_file(node, read.fh, (Use::Read, read.flags, waits), |file| {
+        self.with_file(node, read.fh, (Use::Read, read.flags), |file| {
             file.handle.into_iter().for_each(|handle| self.reads(handle));
-            match waits {
-                true => sys::preadv(file.fd, to, read.offset, 0).map(Some),
+            match may_wait() {
+                true => sys::preadv(file.fd, to, read.offset, 0),
                 false => file.host.read_cached(file.fd, to, read.offset),
             }
-        });
-        match done {
-            Err(Errno::AGAIN) if !waits => Ok(None),
-            done => done,
-        }
+        })
     }
 
-    fn waits(&self, node: u64, fh: u64) -> bool {
-        if !self.has_no_handle(fh) {
-            return self.handles.get(node, fh).is_ok_and(|handle| !handle.host.in_memory);
-        }
-        let Ok(inode) = self.inodes.get(node) else { return false };
-        let in_memory = self.hosts.known(inode.key.dev).is_some_and(|host| host.in_memory);
-        // To open a file may take long too.
-        !in_memory || inode.format() == libc::S_IFREG && !inode.has_writable()
-    }
-
-    fn file_for_read(&self, node: u64, read: &ReadIn) -> Result<Option<OwnedFd>> {
+    fn file_for_read(&self, node: u64, read: &ReadIn) -> Result<OwnedFd> {
         // Another daemon's guard cannot tell a read by io_uring from a truncation, and would end its own guest's
         // mappings. If this guest has mapped the file, others probably have too. The system call of a thread shows that
         // it reads.
         let mapped = self.is_mapped(node);
-        let copied = self.with_file(node, read.fh, (Use::Read, read.flags, false), |file| {
+        self.with_file(node, read.fh, (Use::Read, read.flags), |file| {
             file.handle.into_iter().for_each(|handle| self.reads(handle));
-            Ok(if mapped { None } else { file.copy() })
-        });
-        if let Err(Errno::AGAIN) = copied { Ok(None) } else { copied }
+            if mapped { None } else { file.copy() }.ok_or(WOULD_WAIT)
+        })
     }
 
     fn file_for_write(&self, node: u64, write: &WriteIn, by: Caller) -> Result<Option<OwnedFd>> {
@@ -492,16 +449,15 @@ impl Files for PassthroughFs {
         let mut alone = self.window.is_none() && self.capability.is_none() && write.flags & libc::O_APPEND as u32 == 0;
         // Without a handle, each write says whether it is synchronous.
         alone &= !self.has_no_handle(write.fh) || sync_flags(write.flags) == 0;
-        let copied = self.with_file(node, write.fh, (Use::Write, write.flags, false), |file| {
+        self.with_file(node, write.fh, (Use::Write, write.flags), |file| {
             file.writes(by);
             self.set_id_kept(file.fd, kills(write).then_some(by));
             Ok(if alone { file.copy() } else { None })
-        });
-        if let Err(Errno::AGAIN) = copied { Ok(None) } else { copied }
+        })
     }
 
-    fn write(&self, node: u64, write: &WriteIn, by: Caller, from: &IoRange, waits: bool) -> Result<usize> {
-        self.with_file(node, write.fh, (Use::Write, write.flags, waits), |file| {
+    fn write(&self, node: u64, write: &WriteIn, by: Caller, from: &IoRange) -> Result<usize> {
+        self.with_file(node, write.fh, (Use::Write, write.flags), |file| {
             file.writes(by);
             self.set_id_kept(file.fd, kills(write).then_some(by));
             self.write_to(file.fd, node, write, from)
@@ -539,7 +495,7 @@ impl Files for PassthroughFs {
 
     fn fsync(&self, node: u64, fh: u64, datasync: bool, by: Caller) -> Result<()> {
         self.sync_mappings(node);
-        self.with_file(node, fh, (Use::Any, 0, true), |file| {
+        self.with_file(node, fh, (Use::Any, 0), |file| {
             // Each of the two reports a failure once.
             let synced = if datasync { fdatasync(file.fd) } else { fsync(file.fd) };
             match (file.lender, file.handle) {
@@ -564,7 +520,7 @@ impl Files for PassthroughFs {
         if !SPACE.contains(&mode) {
             return Err(Errno::OPNOTSUPP);
         }
-        self.with_file(node, a.fh, (Use::Write, 0, true), |file| {
+        self.with_file(node, a.fh, (Use::Write, 0), |file| {
             if mode.intersects(FallocateFlags::PUNCH_HOLE | FallocateFlags::ZERO_RANGE) {
                 self.punch(file.fd, a, mode, node)?;
                 self.drop_capability(file.fd);
@@ -587,7 +543,7 @@ impl Files for PassthroughFs {
         })
     }
 
-    fn lseek(&self, node: u64, fh: u64, offset: u64, whence: u32, patient: bool) -> Result<u64> {
+    fn lseek(&self, node: u64, fh: u64, offset: u64, whence: u32) -> Result<u64> {
         let to = match whence as i32 {
             libc::SEEK_DATA => SeekFrom::Data(offset),
             libc::SEEK_HOLE => SeekFrom::Hole(offset),
@@ -595,7 +551,7 @@ impl Files for PassthroughFs {
             _ => return Err(Errno::INVAL),
         };
         // Nothing else uses the descriptor's position.
-        self.with_file(node, fh, (Use::Read, 0, patient), |file| seek(file.fd, to))
+        self.with_file(node, fh, (Use::Read, 0), |file| seek(file.fd, to))
     }
 
     fn copy_file_range(&self, node: u64, a: &CopyFileRangeIn) -> Result<usize> {
@@ -603,8 +559,8 @@ impl Files for PassthroughFs {
             return Err(Errno::INVAL);
         }
         cred::keep_setid();
-        self.with_file(node, a.fh_in, (Use::Read, 0, true), |from| {
-            self.with_file(a.nodeid_out, a.fh_out, (Use::Write, 0, true), |to| self.copy(node, from, to, a))
+        self.with_file(node, a.fh_in, (Use::Read, 0), |from| {
+            self.with_file(a.nodeid_out, a.fh_out, (Use::Write, 0), |to| self.copy(node, from, to, a))
         })
     }
 

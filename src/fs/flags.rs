@@ -66,17 +66,11 @@ fn changed_flags(changed: u32) -> Result<IFlags> {
 
 impl PassthroughFs {
     /// Runs `f` with a descriptor that ioctl(2) takes, which an O_PATH one is not.
-    fn with_open<R>(
-        &self,
-        node: u64,
-        fh: u64,
-        patient: bool,
-        f: impl FnOnce(&Arc<Inode>, BorrowedFd) -> Result<R>,
-    ) -> Result<R> {
+    fn with_open<R>(&self, node: u64, fh: u64, f: impl FnOnce(&Arc<Inode>, BorrowedFd) -> Result<R>) -> Result<R> {
         let inode = self.inodes.get(node)?;
         match inode.format() {
             libc::S_IFDIR if self.has_no_handle(fh) => self.with_dir(node, |dir| f(&inode, dir.fd())),
-            _ => self.with_file(node, fh, (Use::Any, 0, patient), |file| f(&inode, file.fd)),
+            _ => self.with_file(node, fh, (Use::Any, 0), |file| f(&inode, file.fd)),
         }
     }
 
@@ -103,25 +97,25 @@ impl PassthroughFs {
 }
 
 impl Flags for PassthroughFs {
-    fn flags(&self, node: u64, fh: u64, patient: bool) -> Result<u32> {
-        self.with_open(node, fh, patient, |_, fd| Ok(ioctl_getflags(fd)?.bits()))
+    fn flags(&self, node: u64, fh: u64) -> Result<u32> {
+        self.with_open(node, fh, |_, fd| Ok(ioctl_getflags(fd)?.bits()))
     }
 
-    fn set_flags(&self, node: u64, fh: u64, uid: u32, flags: u32, patient: bool) -> Result<()> {
+    fn set_flags(&self, node: u64, fh: u64, uid: u32, flags: u32) -> Result<()> {
         self.writable()?;
-        self.with_open(node, fh, patient, |inode, fd| {
+        self.with_open(node, fh, |inode, fd| {
             let changed = ioctl_getflags(fd)? ^ IFlags::from_bits_retain(flags);
             self.change_flags(inode, fd, uid, changed)
         })
     }
 
-    fn fsxattr(&self, node: u64, fh: u64, patient: bool) -> Result<Fsxattr> {
-        self.with_open(node, fh, patient, |_, fd| sys::fsxattr(fd))
+    fn fsxattr(&self, node: u64, fh: u64) -> Result<Fsxattr> {
+        self.with_open(node, fh, |_, fd| sys::fsxattr(fd))
     }
 
-    fn set_fsxattr(&self, node: u64, fh: u64, uid: u32, to: &Fsxattr, patient: bool) -> Result<()> {
+    fn set_fsxattr(&self, node: u64, fh: u64, uid: u32, to: &Fsxattr) -> Result<()> {
         self.writable()?;
-        self.with_open(node, fh, patient, |inode, fd| {
+        self.with_open(node, fh, |inode, fd| {
             let old = sys::fsxattr(fd)?;
             if to.projid != old.projid {
                 return Err(Errno::PERM);

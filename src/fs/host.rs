@@ -12,6 +12,7 @@ use rustix::io::{Errno, ReadWriteFlags, preadv2};
 
 use super::sys;
 use crate::fuse::buf::IoRange;
+use crate::fuse::ops::WOULD_WAIT;
 use crate::window::Stores;
 
 /// File systems on which close(2) neither writes nor reports anything, by statfs(2)'s f_type.
@@ -152,22 +153,24 @@ impl HostFs {
         }
     }
 
-    /// Reads what is in memory. `None` if some of it is not.
-    pub fn read_cached(&self, fd: BorrowedFd, to: &IoRange, offset: u64) -> Result<Option<usize>, Errno> {
+    /// Reads what is in memory.
+    ///
+    /// # Errors
+    /// WOULD_WAIT if some of it is not.
+    pub fn read_cached(&self, fd: BorrowedFd, to: &IoRange, offset: u64) -> Result<usize, Errno> {
         if self.silent.load(Ordering::Relaxed) {
             // A local file system without RWF_NOWAIT, such as overlayfs, has most data in memory. Handing each read to
             // another thread would cost more than the few waits.
-            return if self.flushes { Ok(None) } else { sys::preadv(fd, to, offset, 0).map(Some) };
+            return if self.flushes { Err(WOULD_WAIT) } else { sys::preadv(fd, to, offset, 0) };
         }
         match sys::preadv(fd, to, offset, libc::RWF_NOWAIT) {
-            Ok(n) if n < to.len() && !is_end(fd, offset.saturating_add(n as u64)) => Ok(None),
-            Ok(n) => Ok(Some(n)),
-            Err(Errno::AGAIN) => Ok(None),
+            Ok(n) if n < to.len() && !is_end(fd, offset.saturating_add(n as u64)) => Err(WOULD_WAIT),
+            Err(Errno::AGAIN) => Err(WOULD_WAIT),
             Err(Errno::OPNOTSUPP) => {
                 self.silent.store(true, Ordering::Relaxed);
                 self.read_cached(fd, to, offset)
             }
-            Err(errno) => Err(errno),
+            done => done,
         }
     }
 }

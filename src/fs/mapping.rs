@@ -29,6 +29,16 @@ impl PassthroughFs {
         self.window.as_ref().is_some_and(|window| window.is_mapped(node))
     }
 
+    /// Whether the guest has mapped any file.
+    pub(super) fn has_mappings(&self) -> bool {
+        self.window.as_ref().is_some_and(|window| window.has_mappings())
+    }
+
+    /// Whether a file has yet to get the time of what the guest has stored in place.
+    pub(super) fn owes_times(&self, node: u64) -> bool {
+        self.passing().is_some_and(|pass| pass.owes_times(node))
+    }
+
     /// Whether the guest is offered a window.
     pub(super) fn maps(&self) -> bool {
         self.window.as_ref().is_some_and(|window| window.is_open())
@@ -177,14 +187,6 @@ impl PassthroughFs {
 }
 
 impl Mappings for PassthroughFs {
-    fn has_mappings(&self) -> bool {
-        self.window.as_ref().is_some_and(|window| window.has_mappings())
-    }
-
-    fn owes_times(&self, node: u64) -> bool {
-        self.passing().is_some_and(|pass| pass.owes_times(node))
-    }
-
     fn settle_times(&self, node: u64) {
         self.passing().into_iter().for_each(|pass| pass.settle_times(node));
     }

@@ -33,6 +33,7 @@ mod seen;
 mod sys;
 #[cfg(test)]
 mod tests;
+mod waits;
 mod xattr;
 pub mod xattrmap;
 
@@ -63,7 +64,7 @@ use file_handle::Mounts;
 use handle::Handles;
 pub use host::is_remote;
 use host::{HostFs, Hosts};
-use inode::{Inode, Places};
+use inode::Places;
 use inodes::Inodes;
 use lease::{Leases, Teller};
 use listing::Listings;
@@ -316,10 +317,6 @@ impl PassthroughFs {
 }
 
 impl Control for PassthroughFs {
-    fn enter_thread(&self) {
-        cred::enter_thread(self.proc_self_fd.as_fd());
-    }
-
     fn init(&self, offered: InitFlags) -> Result<Session> {
         self.settle(offered, false)
     }
@@ -338,11 +335,6 @@ impl Control for PassthroughFs {
             window.reset();
         }
         self.agents.clear();
-    }
-
-    fn is_remote(&self, node: u64) -> bool {
-        let host = |inode: Arc<Inode>| self.hosts.known(inode.key.dev);
-        self.hosts.any_remote() && self.inodes.get(node).is_ok_and(|inode| host(inode).is_some_and(|host| host.remote))
     }
 
     fn interrupt(&self, unique: u64) {

@@ -18,9 +18,10 @@ use super::key::ToldBy;
 use super::lease::{Found, Point, Sight, at};
 use super::path::is_name;
 use super::seen::Seen;
+use super::waits::may_wait;
 use super::{PassthroughFs, announce};
 use crate::fuse::abi::*;
-use crate::fuse::ops::{Creator, Mappings, Names, Result};
+use crate::fuse::ops::{Creator, Mappings, Names, Result, WOULD_WAIT};
 
 /// Longest target of a symbolic link in bytes, with its NUL: PATH_MAX of include/uapi/linux/limits.h.
 const PATH_MAX: usize = 4096;
@@ -31,7 +32,7 @@ const RENAMES: RenameFlags = RenameFlags::NOREPLACE.union(RenameFlags::EXCHANGE)
 /// What an entry is for.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Purpose {
-    /// A listing: the file is not opened, and nobody waits for its [times](Mappings::owes_times).
+    /// A listing: the file is not opened, and nobody waits for its [times](Mappings::settle_times).
     Listing,
     /// One file. Nobody waits for its times.
     File,
@@ -66,7 +67,7 @@ impl PassthroughFs {
     /// The entry `name`, with one more reference for the guest.
     ///
     /// # Errors
-    /// EAGAIN if the file has yet to get its times.
+    /// WOULD_WAIT if the file has yet to get its times.
     pub(super) fn enter(
         &self,
         parent: &Arc<Inode>,
@@ -89,7 +90,7 @@ impl PassthroughFs {
             let settled = matches!(purpose, Purpose::Settled | Purpose::Repeated);
             if !settled && self.owes_times(inode.id) {
                 self.unlearn(inode.id, 1);
-                return Err(Errno::AGAIN);
+                return Err(WOULD_WAIT);
             }
             inode.moved(parent, name);
             return Ok(told(self.found(sight, found, &inode, st)));
@@ -287,17 +288,13 @@ impl PassthroughFs {
 
 impl Names for PassthroughFs {
     fn lookup(&self, parent: u64, name: &CStr) -> Result<EntryOut> {
-        match self.lookup_now(parent, name) {
-            Err(Errno::AGAIN) => {
+        match self.find(parent, name, Purpose::File) {
+            Err(WOULD_WAIT) if may_wait() => {
                 self.settle_times_at(parent, name)?;
                 self.find(parent, name, Purpose::Settled)
             }
             found => found,
         }
-    }
-
-    fn lookup_now(&self, parent: u64, name: &CStr) -> Result<EntryOut> {
-        self.find(parent, name, Purpose::File)
     }
 
     fn forget(&self, node: u64, nlookup: u64) {

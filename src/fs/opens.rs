@@ -82,16 +82,15 @@ impl PassthroughFs {
         is_unopened(fh) && !(self.gives_handles() && self.gives_dir_handles())
     }
 
-    /// Runs `f` with a request's open file. `flags`: those of the guest's open file. `patient`: the thread may wait for
-    /// the holder of a lease.
+    /// Runs `f` with a request's open file. `flags`: those of the guest's open file.
     ///
     /// # Errors
-    /// Without a handle EAGAIN if it would have to wait and is not `patient`, EROFS for a write to a read-only share.
+    /// Without a handle WOULD_WAIT as for [`open_anew`](Self::open_anew), EROFS for a write to a read-only share.
     pub(super) fn with_file<R>(
         &self,
         node: u64,
         fh: u64,
-        (usage, flags, patient): (Use, u32, bool),
+        (usage, flags): (Use, u32),
         f: impl FnOnce(&Opened) -> Result<R>,
     ) -> Result<R> {
         if !self.has_no_handle(fh) {
@@ -106,7 +105,7 @@ impl PassthroughFs {
         if usage == Use::Write {
             self.writable()?;
         }
-        let file = self.lend_file(&inode, usage, flags, patient)?;
+        let file = self.lend_file(&inode, usage, flags)?;
         let host = self.hosts.get(inode.key.dev, file.fd());
         // A descriptor that stays would keep the host from unmounting a submount, and from removing a file of NFS.
         if usage == Use::Write && !host.flushes && self.inodes.is_on_root_mount(&inode) {
@@ -123,7 +122,7 @@ impl PassthroughFs {
         special & OFlags::from_bits_retain(flags)
     }
 
-    fn lend_file<'a>(&self, inode: &'a Arc<Inode>, usage: Use, flags: u32, patient: bool) -> Result<Lent<'a>> {
+    fn lend_file<'a>(&self, inode: &'a Arc<Inode>, usage: Use, flags: u32) -> Result<Lent<'a>> {
         let special = self.special(flags);
         let first = if usage == Use::Write { OFlags::RDWR } else { OFlags::RDONLY } | special;
         // A file that only its owner may write to, or only read: the daemon may be that owner.
@@ -136,11 +135,7 @@ impl PassthroughFs {
         let named = if usage == Use::Read && wider.is_none() { None } else { self.named(inode) };
         let mut tried = Err(Errno::BADF);
         for want in [wider, Some(first), second].into_iter().flatten() {
-            tried = match patient {
-                true => inode.open_waiting(&self.places, want),
-                false => inode.open(&self.places, want),
-            }
-            .map(|file| (file, want));
+            tried = self.open_anew(inode, want).map(|file| (file, want));
             if !matches!(tried, Err(Errno::ACCESS)) {
                 break;
             }

@@ -55,7 +55,7 @@ pub(super) fn open_root(path: &Path) -> OwnedFd {
 pub(super) fn share(config: Config) -> Share {
     let dir = tempfile::tempdir().unwrap();
     let fs = PassthroughFs::new(open_root(dir.path()), proc_self_fd().unwrap(), config).unwrap();
-    fs.enter_thread();
+    fs.enter_thread(false);
     fs.init(InitFlags::all()).unwrap();
     Share { dir, fs: Arc::new(fs) }
 }
@@ -75,7 +75,7 @@ pub(super) fn answered<T: FromBytes>(serve: impl FnOnce(&mut Reply) -> Result<()
 }
 
 pub(super) fn open(fs: &PassthroughFs, node: u64, flags: i32) -> Result<OpenOut> {
-    answered(|reply| fs.open(node, &OpenIn { flags: flags as u32, open_flags: 0 }, CALLER, false, reply))
+    answered(|reply| fs.open(node, &OpenIn { flags: flags as u32, open_flags: 0 }, CALLER, reply))
 }
 
 fn plain() -> Share {
@@ -118,7 +118,7 @@ impl Share {
         let mut vecs = IoVecs::default();
         // SAFETY: `data` outlives the list.
         unsafe { vecs.push(data.as_mut_ptr(), data.len(), true) };
-        self.fs.write(node, write, by, &vecs.range(0..usize::MAX), true)
+        self.fs.write(node, write, by, &vecs.range(0..usize::MAX))
     }
 
     pub(super) fn read(&self, node: u64, fh: u64, offset: u64, size: usize) -> Result<Vec<u8>> {
@@ -129,10 +129,10 @@ impl Share {
             unsafe { vecs.push(part.as_mut_ptr(), part.len(), true) };
         }
         let read = ReadIn { fh, offset, ..Default::default() };
-        let n =
-            self.fs.read(node, &read, &vecs.range(0..size), false)?.expect("what was written just now is in memory");
+        let n = self.fs.read(node, &read, &vecs.range(0..size));
+        assert_ne!(n, Err(WOULD_WAIT), "what was written just now is in memory");
         a.extend(b);
-        a.truncate(n);
+        a.truncate(n?);
         Ok(a)
     }
 
@@ -643,7 +643,7 @@ fn set_id_bits_go_when_the_guest_says_so() {
     assert_eq!(mode(), 0o744);
     set();
     let truncating = OpenIn { flags: (libc::O_RDWR | libc::O_TRUNC) as u32, open_flags: OPEN_KILL_SUIDGID };
-    answered::<OpenOut>(|reply| s.fs.open(node, &truncating, CALLER, false, reply)).unwrap();
+    answered::<OpenOut>(|reply| s.fs.open(node, &truncating, CALLER, reply)).unwrap();
     assert_eq!(mode(), 0o755);
 }
 
@@ -676,7 +676,7 @@ fn who_changes_a_file_decides_on_its_set_group_id_bit() {
         }),
         ("O_TRUNC", &|by| {
             let open = OpenIn { flags: (libc::O_RDWR | libc::O_TRUNC) as u32, open_flags: OPEN_KILL_SUIDGID };
-            answered::<OpenOut>(|reply| s.fs.open(node, &open, by, false, reply)).map(drop)
+            answered::<OpenOut>(|reply| s.fs.open(node, &open, by, reply)).map(drop)
         }),
         ("truncate", &|by| setattr(SetattrValid::SIZE | SetattrValid::KILL_SUIDGID, by)),
         ("fallocate", &|by| setattr(SetattrValid::FH, by)),
@@ -772,7 +772,7 @@ fn a_read_only_share_is_not_written() {
     fs::write(dir.path().join("f"), b"data").unwrap();
     let config = Config { readonly: true, xattr: true, ..Default::default() };
     let fs = PassthroughFs::new(open_root(dir.path()), proc_self_fd().unwrap(), config).unwrap();
-    fs.enter_thread();
+    fs.enter_thread(false);
     fs.init(InitFlags::all()).unwrap();
     let node = fs.lookup(ROOT_ID, c"f").unwrap().nodeid;
     let by = me();
@@ -1142,7 +1142,7 @@ fn a_cold_read_leaves_the_worker_while_files_are_mapped() {
     window.announce();
     let fs = PassthroughFs::new(open_root(dir.path()), proc_self_fd().unwrap(), Config::default()).unwrap();
     let s = Share { dir, fs: Arc::new(fs.with_window(Some(window))) };
-    s.fs.enter_thread();
+    s.fs.enter_thread(false);
     s.fs.init(InitFlags::all()).unwrap();
     // Whether io_uring does the read.
     let cold_read = |(node, fh), name: &str| {
@@ -1156,12 +1156,18 @@ fn a_cold_read_leaves_the_worker_while_files_are_mapped() {
             // SAFETY: `data` outlives the list.
             unsafe { to.push(data.as_mut_ptr(), data.len(), true) };
             let read = ReadIn { fh, size: 100_000, ..Default::default() };
-            s.fs.read(node, &read, &to.range(0..100_000), false).unwrap().is_none()
+            s.fs.read(node, &read, &to.range(0..100_000)) == Err(WOULD_WAIT)
         };
         while !leaves() {
             assert!(std::time::Instant::now() < limit, "{name} is read on the worker");
         }
-        s.fs.file_for_read(node, &ReadIn { fh, ..Default::default() }).unwrap().is_some()
+        match s.fs.file_for_read(node, &ReadIn { fh, ..Default::default() }) {
+            Err(errno) => {
+                assert_eq!(errno, WOULD_WAIT);
+                false
+            }
+            Ok(_) => true,
+        }
     };
     let (mapped, other) = (s.open(c"mapped", libc::O_RDWR), s.open(c"other", libc::O_RDWR));
     assert!(cold_read(mapped, "mapped") && cold_read(other, "other"));
@@ -1183,7 +1189,7 @@ fn windowed(dir: TempDir) -> Share {
     let config = Config { dax_min_size: RANGE, ..Default::default() };
     let fs = PassthroughFs::new(open_root(dir.path()), proc_self_fd().unwrap(), config).unwrap();
     let s = Share { dir, fs: Arc::new(fs.with_window(Some(window))) };
-    s.fs.enter_thread();
+    s.fs.enter_thread(false);
     s.fs.init(InitFlags::all()).unwrap();
     s
 }

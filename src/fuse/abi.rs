@@ -24,7 +24,7 @@ macro_rules! wire {
 }
 
 macro_rules! opcodes {
-    ($($name:ident = $value:literal,)*) => {
+    ($($name:ident = $value:literal $(: $($does:ident)|+)?,)*) => {
         /// What a request asks for (enum fuse_opcode).
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         #[repr(u32)]
@@ -41,6 +41,11 @@ macro_rules! opcodes {
                 match self { $(Self::$name => Place::$name as usize,)* }
             }
 
+            /// What a request with it does, whatever its arguments are.
+            pub const fn does(self) -> Does {
+                match self { $(Self::$name => Does::empty()$($(.union(Does::$does))+)?,)* }
+            }
+
             /// The opcode with this number, if there is one.
             pub fn from_u32(value: u32) -> Option<Self> {
                 match value { $($value => Some(Self::$name),)* _ => None }
@@ -50,60 +55,86 @@ macro_rules! opcodes {
 }
 
 opcodes! {
-    Lookup = 1,
+    Lookup = 1: ASK_HOST,
     Forget = 2,
-    Getattr = 3,
-    Setattr = 4,
-    Readlink = 5,
-    Symlink = 6,
-    Mknod = 8,
-    Mkdir = 9,
-    Unlink = 10,
-    Rmdir = 11,
-    Rename = 12,
-    Link = 13,
-    Open = 14,
-    Read = 15,
-    Write = 16,
-    Statfs = 17,
-    Release = 18,
-    Fsync = 20,
-    Setxattr = 21,
-    Getxattr = 22,
-    Listxattr = 23,
-    Removexattr = 24,
-    Flush = 25,
+    Getattr = 3: ASK_HOST | ONLY_READ | SEE_TIMES,
+    Setattr = 4: ASK_HOST | SEE_TIMES,
+    Readlink = 5: ASK_HOST | ONLY_READ,
+    Symlink = 6: ASK_HOST,
+    Mknod = 8: ASK_HOST,
+    Mkdir = 9: ASK_HOST,
+    Unlink = 10: ASK_HOST,
+    Rmdir = 11: ASK_HOST,
+    Rename = 12: ASK_HOST,
+    Link = 13: ASK_HOST,
+    Open = 14: ASK_HOST | SEE_TIMES | AWAIT_OTHERS,
+    Read = 15: ASK_HOST | ONLY_READ,
+    Write = 16: ASK_HOST,
+    Statfs = 17: ASK_HOST | ONLY_READ,
+    Release = 18: ASK_HOST | ONLY_READ | SEE_TIMES,
+    Fsync = 20: ASK_HOST | ONLY_READ | SEE_TIMES | USE_DISK,
+    Setxattr = 21: ASK_HOST | SEE_TIMES,
+    Getxattr = 22: ASK_HOST | ONLY_READ,
+    Listxattr = 23: ASK_HOST | ONLY_READ,
+    Removexattr = 24: ASK_HOST | SEE_TIMES,
+    Flush = 25: ASK_HOST | ONLY_READ | SEE_TIMES,
     Init = 26,
-    Opendir = 27,
-    Readdir = 28,
-    Releasedir = 29,
-    Fsyncdir = 30,
-    Getlk = 31,
-    Setlk = 32,
-    Setlkw = 33,
-    Access = 34,
-    Create = 35,
-    Interrupt = 36,
+    Opendir = 27: ASK_HOST | ONLY_READ,
+    Readdir = 28: ASK_HOST | ONLY_READ,
+    Releasedir = 29: ASK_HOST | ONLY_READ,
+    Fsyncdir = 30: ASK_HOST | ONLY_READ | USE_DISK,
+    Getlk = 31: ASK_HOST | ONLY_READ,
+    Setlk = 32: ASK_HOST,
+    Setlkw = 33: ASK_HOST,
+    Access = 34: ASK_HOST | ONLY_READ,
+    Create = 35: ASK_HOST,
+    Interrupt = 36: ONLY_READ,
     Bmap = 37,
     Destroy = 38,
-    Ioctl = 39,
+    Ioctl = 39: ASK_HOST | SEE_TIMES | AWAIT_OTHERS,
     Poll = 40,
     NotifyReply = 41,
     BatchForget = 42,
-    Fallocate = 43,
-    Readdirplus = 44,
-    Rename2 = 45,
-    Lseek = 46,
-    CopyFileRange = 47,
-    Setupmapping = 48,
-    Removemapping = 49,
-    Syncfs = 50,
-    Tmpfile = 51,
-    Statx = 52,
-    CopyFileRange64 = 53,
+    Fallocate = 43: ASK_HOST | SEE_TIMES | USE_DISK | CHANGE_SPACE,
+    Readdirplus = 44: ASK_HOST | ONLY_READ,
+    Rename2 = 45: ASK_HOST,
+    Lseek = 46: ASK_HOST | ONLY_READ | AWAIT_OTHERS,
+    CopyFileRange = 47: ASK_HOST | SEE_TIMES | USE_DISK,
+    Setupmapping = 48: ONLY_READ | SEE_TIMES,
+    Removemapping = 49: ONLY_READ,
+    Syncfs = 50: ASK_HOST | ONLY_READ | TAKE_LONG,
+    Tmpfile = 51: ASK_HOST,
+    Statx = 52: ASK_HOST | ONLY_READ | SEE_TIMES,
+    CopyFileRange64 = 53: ASK_HOST | SEE_TIMES | USE_DISK,
 }
 
 bitflags::bitflags! {
+    /// What a request does, which decides on which thread it is served.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct Does: u16 {
+        /// It makes system calls on the files that it names, and answers when they are done. Any thread may serve it.
+        /// io_uring is no way out for READ and WRITE: before it takes a FUSE file, the kernel sends POLL, and waits for
+        /// the answer in the caller.
+        const ASK_HOST = 1 << 0;
+        /// It changes nothing, whatever its arguments are.
+        const ONLY_READ = 1 << 1;
+        /// It reads or changes the attributes or data of its node, and waits for the file to get its times. What
+        /// LOOKUP, READDIRPLUS, LINK and COPY_FILE_RANGE find comes later, READ has no attributes, and WRITE waits for
+        /// the same lock itself.
+        const SEE_TIMES = 1 << 2;
+        /// It takes long unless the file is in memory.
+        const USE_DISK = 1 << 3;
+        /// It takes long.
+        const TAKE_LONG = 1 << 4;
+        /// It changes which blocks the file has.
+        const CHANGE_SPACE = 1 << 5;
+        /// It gives the file a size. Its arguments tell.
+        const TRUNCATE = 1 << 6;
+        /// What it finds it has to wait for is other processes. It needs no more of the guest's memory than its
+        /// arguments.
+        const AWAIT_OTHERS = 1 << 7;
+    }
+
     /// FUSE_INIT flags: `flags` is the low half, `flags2` the high one.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct InitFlags: u64 {

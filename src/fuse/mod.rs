@@ -17,6 +17,7 @@ use std::time::Instant;
 
 use rustix::io::Errno;
 
+use crate::limits::COPY_PIECE;
 use abi::*;
 use buf::IoVecs;
 use metrics::{Counters, Meter, Shard};
@@ -41,7 +42,14 @@ pub struct Server<F> {
     session: Arc<AtomicU64>,
     counters: Arc<Counters>,
     /// The guest's minor version. 0 if it is not known.
-    minor: AtomicU32,
+    minor: Arc<AtomicU32>,
+}
+
+impl<F> Clone for Server<F> {
+    fn clone(&self) -> Self {
+        let Self { fs, session, counters, minor } = self;
+        Self { fs: fs.clone(), session: session.clone(), counters: counters.clone(), minor: minor.clone() }
+    }
 }
 
 /// There is no session. Bit 63 is not a flag that the daemon ever sets.
@@ -66,7 +74,7 @@ impl<F: FileSystem> Server<F> {
     /// A server without a session.
     pub fn new(fs: F) -> Self {
         let session = Arc::new(AtomicU64::new(CLOSED));
-        Self { fs: Arc::new(fs), session, counters: Arc::default(), minor: AtomicU32::new(0) }
+        Self { fs: Arc::new(fs), session, counters: Arc::default(), minor: Arc::default() }
     }
 
     /// The file system.
@@ -74,9 +82,9 @@ impl<F: FileSystem> Server<F> {
         &self.fs
     }
 
-    /// Prepares the calling thread for the file system.
+    /// Prepares the calling thread, which may wait, for the file system.
     pub fn enter_thread(&self) {
-        self.fs.enter_thread();
+        self.fs.enter_thread(true);
     }
 
     /// What INIT settled, if there is a session, and the guest's minor version if it is known.
@@ -94,7 +102,7 @@ impl<F: FileSystem> Server<F> {
     /// Serves the request in `work`. Returns the length of the reply in `work.writable` in bytes; 0 if there is none,
     /// or if it comes later by `from`. Never panics, whatever the guest wrote.
     pub fn handle(&self, work: &mut Work, from: &mut dyn Transport) -> usize {
-        self.fs.enter_thread();
+        self.fs.enter_thread(from.may_wait());
         let Work { readable, writable, args, out, since, shard } = work;
         let (unique, request) = match Request::read(readable, args) {
             Ok(request) => (request.header.unique, Ok(request)),
@@ -133,15 +141,10 @@ impl<F: FileSystem> Server<F> {
         let header = request.header;
         let opcode = Opcode::from_u32(header.opcode);
         tracing::trace!(?opcode, raw = header.opcode, nodeid = header.nodeid, unique = header.unique, "request");
-        let leaves = |opcode| asks_the_host(opcode) && self.fs.is_remote(header.nodeid);
-        if reply.may_wait() && !opcode.is_some_and(|opcode| serve::may_wait(opcode) || leaves(opcode)) {
+        let opcode = opcode.ok_or(Errno::NOSYS)?;
+        if reply.may_wait() && !opcode.does().intersects(Does::ASK_HOST | Does::SEE_TIMES) {
             // The guest has replaced the request since the worker looked at it.
             return Err(Errno::INVAL);
-        }
-        let opcode = opcode.ok_or(Errno::NOSYS)?;
-        if !reply.may_wait() && self.is_open() && leaves(opcode) {
-            reply.serve_anew();
-            return Ok(());
         }
         if opcode == Opcode::Init {
             return self.init(request, reply);
@@ -155,12 +158,61 @@ impl<F: FileSystem> Server<F> {
                 _ => Err(Errno::IO),
             };
         }
-        match self.fs.agents() {
-            Some(agents) if agents.any() && self.is_agents(agents, opcode, &header) => {
+        let wait = if reply.may_wait() { None } else { self.may_block(opcode, request) };
+        let args = request.rest();
+        let served = match (wait, self.fs.agents()) {
+            (Some(_), _) => Err(WOULD_WAIT),
+            (None, Some(agents)) if agents.any() && self.is_agents(agents, opcode, &header) => {
                 self.serve_agent(agents, opcode, request, reply)
             }
             _ => self.serve(opcode, request, reply),
+        };
+        if served != Err(WOULD_WAIT) {
+            return served;
         }
+        let awaits = if opcode.does().contains(Does::AWAIT_OTHERS) { Wait::Others } else { Wait::Host };
+        if wait.unwrap_or(awaits) == Wait::Host {
+            reply.serve_anew();
+            return Ok(());
+        }
+        // Nothing waits for the others, so the guest's memory may be gone by then.
+        let (server, args) = (self.clone(), args.to_vec());
+        reply.run(Wait::Others, move |reply| {
+            server.enter_thread();
+            server.serve(opcode, &mut Request::copied(header, &args, &mut IoVecs::default()), reply)
+        })
+    }
+
+    /// What a request waits for, as far as it is known before it begins. `None`: a queue's worker serves it.
+    fn may_block(&self, opcode: Opcode, request: &Request) -> Option<Wait> {
+        let (mut does, mut fh, mut other) = (opcode.does(), None, None);
+        let (node, mut args) = (request.header.nodeid, request.peek());
+        match opcode {
+            Opcode::Open => does.set(Does::TRUNCATE, args.take::<OpenIn>().ok()?.flags & libc::O_TRUNC as u32 != 0),
+            Opcode::Setattr => {
+                let args: SetattrIn = args.take().ok()?;
+                let valid = SetattrValid::from_bits_retain(args.valid);
+                does.set(Does::TRUNCATE, valid.contains(SetattrValid::SIZE));
+                fh = valid.contains(SetattrValid::FH).then_some(args.fh);
+            }
+            Opcode::Fsync | Opcode::Fsyncdir => fh = Some(args.take::<FsyncIn>().ok()?.fh),
+            Opcode::Fallocate => {
+                let args: FallocateIn = args.take().ok()?;
+                // Removing blocks may wait for another daemon, as a truncation does.
+                let removes = args.mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) as u32 != 0;
+                does.set(Does::TAKE_LONG, removes || args.length > COPY_PIECE);
+                fh = Some(args.fh);
+            }
+            Opcode::CopyFileRange | Opcode::CopyFileRange64 => {
+                let args: CopyFileRangeIn = args.take().ok()?;
+                does.set(Does::TAKE_LONG, args.len > COPY_PIECE);
+                (fh, other) = (Some(args.fh_in), Some(args.nodeid_out));
+            }
+            Opcode::Link => other = Some(args.take::<LinkIn>().ok()?.oldnodeid),
+            _ => {}
+        }
+        // The other node is one whose times the request sees.
+        self.fs.may_block(does, node, fh).or_else(|| self.fs.may_block(Does::SEE_TIMES, other?, None))
     }
 
     fn init(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {
@@ -202,40 +254,6 @@ impl<F: FileSystem> Server<F> {
         }));
         Ok(())
     }
-
-    /// Serves a request here, or on another thread if it may have to `wait`.
-    fn serve_where(
-        &self,
-        wait: Option<Wait>,
-        reply: &mut Reply,
-        serve: impl FnOnce(&F, &mut Reply) -> Result<()> + Send + 'static,
-    ) -> Result<()> {
-        let Some(wait) = wait else { return serve(&self.fs, reply) };
-        let fs = self.fs.clone();
-        reply.run(wait, move |reply, _| {
-            fs.enter_thread();
-            serve(&fs, reply)
-        })
-    }
-}
-
-/// Whether a request makes system calls on the files that it names, and answers when they are done. Each of these may
-/// be served on any thread. io_uring is no way out for READ and WRITE: before it takes a FUSE file, the kernel sends
-/// POLL, and waits for the answer in the caller.
-const fn asks_the_host(opcode: Opcode) -> bool {
-    !matches!(
-        opcode,
-        Opcode::Init
-            | Opcode::Destroy
-            | Opcode::Forget
-            | Opcode::BatchForget
-            | Opcode::Interrupt
-            | Opcode::NotifyReply
-            | Opcode::Poll
-            | Opcode::Bmap
-            | Opcode::Setupmapping
-            | Opcode::Removemapping
-    )
 }
 
 fn init_out(compat: &InitInCompat, flags: InitFlags, map_alignment: u16) -> InitOut {

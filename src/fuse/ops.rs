@@ -15,7 +15,7 @@ use super::abi::*;
 use super::buf::IoRange;
 use super::reply::Reply;
 pub use super::reply::{Answer, DirSink};
-pub use super::transport::{Result, Wait};
+pub use super::transport::{Result, WOULD_WAIT, Wait};
 use crate::agent::Agents;
 use crate::watch::FileId;
 
@@ -56,10 +56,21 @@ pub struct Session {
 /// Waits for a lock on the calling thread.
 pub type LockWait = Box<dyn FnOnce() -> Result<()> + Send>;
 
-/// The session and its threads.
-pub trait Control: Send + Sync + 'static {
-    /// Prepares the calling thread. Called before each request; cheap after the first.
-    fn enter_thread(&self);
+/// What serves requests, and where.
+pub trait Threads: Send + Sync + 'static {
+    /// Prepares the calling thread, which `may_wait` for the host's file system and for other processes. Called before
+    /// each request; cheap after the first. On a thread that may not, a request that finds that it would have to fails
+    /// with [`WOULD_WAIT`], and nothing has come of it: it is served again on one that may.
+    fn enter_thread(&self, may_wait: bool);
+    /// What a request that does this with a node's file would wait for, as far as it is known before it begins. `None`:
+    /// a queue's worker serves it. `fh`: the file that the request has open.
+    fn may_block(&self, _does: Does, _node: u64, _fh: Option<u64>) -> Option<Wait> {
+        None
+    }
+}
+
+/// The session.
+pub trait Control {
     /// Chooses from the flags that the guest offers, or refuses the session. With PASSTHROUGH_SHM,
     /// [`Mappings::start_passthrough`] follows.
     fn init(&self, offered: InitFlags) -> Result<Session>;
@@ -67,11 +78,6 @@ pub trait Control: Send + Sync + 'static {
     fn destroy(&self);
     /// Ends this request with EINTR if it waits for a lock.
     fn interrupt(&self, unique: u64);
-    /// Whether any system call on this node's file may wait without end, because a server has the file. A queue's
-    /// worker must make none then.
-    fn is_remote(&self, _node: u64) -> bool {
-        false
-    }
     /// All nodeids and handles, for another daemon. No request is served meanwhile.
     ///
     /// # Errors
@@ -107,13 +113,6 @@ pub trait Attrs {
 pub trait Names {
     /// Finds a name in a directory.
     fn lookup(&self, parent: u64, name: &CStr) -> Result<EntryOut>;
-    /// As [`lookup`](Self::lookup), but does not wait for a file to get its [times](Mappings::owes_times).
-    ///
-    /// # Errors
-    /// EAGAIN if it would have to.
-    fn lookup_now(&self, parent: u64, name: &CStr) -> Result<EntryOut> {
-        self.lookup(parent, name)
-    }
     /// The guest has dropped `nlookup` lookups of the node.
     fn forget(&self, node: u64, nlookup: u64);
     /// Writes the target to `to`, cut to its length.
@@ -136,27 +135,24 @@ pub trait Names {
 
 /// Regular files.
 pub trait Files {
-    /// Replies with an [`OpenOut`], at once or later. With `patient`, the thread may wait for the holder of a lease.
+    /// Replies with an [`OpenOut`], at once or later.
     ///
     /// # Errors
-    /// EAGAIN if it would have to wait and is not `patient`; ENOSYS if the guest is to open files by itself.
-    fn open(&self, node: u64, open: &OpenIn, by: Caller, patient: bool, reply: &mut Reply) -> Result<()>;
-    /// What truncating this file, to whatever size, may wait for. `None`: a queue's worker may do it.
-    fn truncating_waits(&self, node: u64, fh: Option<u64>) -> Result<Option<Wait>>;
+    /// ENOSYS if the guest is to open files by itself.
+    fn open(&self, node: u64, open: &OpenIn, by: Caller, reply: &mut Reply) -> Result<()>;
     /// Replies with a [`CreateOut`], at once or later.
     fn create(&self, parent: u64, name: &CStr, create: &CreateIn, by: &Creator, reply: &mut Reply) -> Result<()>;
     /// Like [`create`](Self::create), for a file without a name.
     fn tmpfile(&self, parent: u64, create: &CreateIn, by: &Creator, reply: &mut Reply) -> Result<()>;
-    /// How many bytes were read. `None`: the thread would wait for the host's file system, which it may only with
-    /// `waits`.
-    fn read(&self, node: u64, read: &ReadIn, to: &IoRange, waits: bool) -> Result<Option<usize>>;
-    /// The open file, if io_uring may read from it. If not, a thread that may wait calls [`read`](Self::read).
-    fn file_for_read(&self, node: u64, read: &ReadIn) -> Result<Option<OwnedFd>>;
-    /// pwrite(2) at the offset of the request. Returns the number of bytes.
+    /// pread(2) at the offset of the request. Returns the number of bytes.
+    fn read(&self, node: u64, read: &ReadIn, to: &IoRange) -> Result<usize>;
+    /// The open file, for io_uring.
     ///
     /// # Errors
-    /// EAGAIN if the thread would have to wait for the holder of a lease, which it may only with `waits`.
-    fn write(&self, node: u64, write: &WriteIn, by: Caller, from: &IoRange, waits: bool) -> Result<usize>;
+    /// WOULD_WAIT if only a thread that may wait can [read](Self::read) from it.
+    fn file_for_read(&self, node: u64, read: &ReadIn) -> Result<OwnedFd>;
+    /// pwrite(2) at the offset of the request. Returns the number of bytes.
+    fn write(&self, node: u64, write: &WriteIn, by: Caller, from: &IoRange) -> Result<usize>;
     /// The open file, if io_uring may write to it instead of [`write`](Self::write), with this thread's credentials.
     fn file_for_write(&self, node: u64, write: &WriteIn, by: Caller) -> Result<Option<OwnedFd>>;
     /// A process has closed a descriptor of the file: drops the locks of `lock_owner`.
@@ -166,17 +162,12 @@ pub trait Files {
     fn flush(&self, node: u64, fh: u64, lock_owner: u64) -> Result<()>;
     /// The last descriptor of an open file is closed.
     fn release(&self, node: u64, release: &ReleaseIn) -> Result<()>;
-    /// Whether a sync, a copy or an allocation may take long. A queue's worker must not do it then.
-    fn waits(&self, node: u64, fh: u64) -> bool;
     /// fsync(2), or fdatasync(2) with `datasync`.
     fn fsync(&self, node: u64, fh: u64, datasync: bool, by: Caller) -> Result<()>;
     /// fallocate(2).
     fn fallocate(&self, node: u64, args: &FallocateIn) -> Result<()>;
     /// lseek(2) with SEEK_DATA or SEEK_HOLE. Offsets are in bytes.
-    ///
-    /// # Errors
-    /// EAGAIN as for [`open`](Self::open).
-    fn lseek(&self, node: u64, fh: u64, offset: u64, whence: u32, patient: bool) -> Result<u64>;
+    fn lseek(&self, node: u64, fh: u64, offset: u64, whence: u32) -> Result<u64>;
     /// copy_file_range(2). Returns the number of bytes.
     fn copy_file_range(&self, node: u64, args: &CopyFileRangeIn) -> Result<usize>;
     /// syncfs(2) on the file system of this node.
@@ -215,20 +206,19 @@ pub trait Xattrs {
 /// What chattr(1) and project quotas go by. `fh`: an open file or directory of this node.
 ///
 /// # Errors
-/// EAGAIN if the thread would have to wait for the holder of a lease and is not `patient`; ENOTTY if the host's file
-/// system has no such thing.
+/// ENOTTY if the host's file system has no such thing.
 pub trait Flags {
     /// FS_IOC_GETFLAGS: FS_*_FL of include/uapi/linux/fs.h.
-    fn flags(&self, node: u64, fh: u64, patient: bool) -> Result<u32>;
+    fn flags(&self, node: u64, fh: u64) -> Result<u32>;
     /// FS_IOC_SETFLAGS. `uid`: who asks, or [`u32::MAX`] if the guest has checked that.
     ///
     /// # Errors
     /// EPERM if it would change what the guest may not change, EOPNOTSUPP for flags that it cannot have here.
-    fn set_flags(&self, node: u64, fh: u64, uid: u32, flags: u32, patient: bool) -> Result<()>;
+    fn set_flags(&self, node: u64, fh: u64, uid: u32, flags: u32) -> Result<()>;
     /// FS_IOC_FSGETXATTR.
-    fn fsxattr(&self, node: u64, fh: u64, patient: bool) -> Result<Fsxattr>;
+    fn fsxattr(&self, node: u64, fh: u64) -> Result<Fsxattr>;
     /// FS_IOC_FSSETXATTR. Otherwise as [`set_flags`](Self::set_flags).
-    fn set_fsxattr(&self, node: u64, fh: u64, uid: u32, to: &Fsxattr, patient: bool) -> Result<()>;
+    fn set_fsxattr(&self, node: u64, fh: u64, uid: u32, to: &Fsxattr) -> Result<()>;
 }
 
 /// Locks.
@@ -241,19 +231,9 @@ pub trait Locks {
 
 /// The DAX window and the passthrough window.
 pub trait Mappings {
-    /// Whether the guest has mapped files. If so, a change that removes part of a file may wait for another guest,
-    /// which in turn waits for this guest's memory. A worker uses that memory, so it must not make the change.
-    fn has_mappings(&self) -> bool {
-        false
-    }
-    /// Whether a file has yet to get the time of what the guest has stored in place. To be called before a request
-    /// reads or changes the attributes or data of `node`. (An entry that LOOKUP or READDIRPLUS returns has its times
-    /// already.)
-    fn owes_times(&self, _node: u64) -> bool {
-        false
-    }
-    /// Gives a file that time if it owes one. Waits for the host's file system, perhaps for long: while a process of
-    /// the host writes to the file.
+    /// Gives a file the time of what the guest has stored in place, if it has yet to get one. Waits for the host's file
+    /// system, perhaps for long: while a process of the host writes to the file. To be called before a request reads or
+    /// changes the attributes or data of `node`. (An entry that LOOKUP or READDIRPLUS returns has its times already.)
     fn settle_times(&self, _node: u64) {}
     /// Gives the guest the passthrough window's table.
     fn start_passthrough(&self, answer: Answer) {
@@ -319,6 +299,12 @@ pub trait Repeats {
 }
 
 /// All the traits above.
-pub trait FileSystem: Control + Attrs + Names + Files + Dirs + Xattrs + Flags + Locks + Mappings + Repeats {}
+pub trait FileSystem:
+    Threads + Control + Attrs + Names + Files + Dirs + Xattrs + Flags + Locks + Mappings + Repeats
+{
+}
 
-impl<T: Control + Attrs + Names + Files + Dirs + Xattrs + Flags + Locks + Mappings + Repeats> FileSystem for T {}
+impl<T: Threads + Control + Attrs + Names + Files + Dirs + Xattrs + Flags + Locks + Mappings + Repeats> FileSystem
+    for T
+{
+}

@@ -2,7 +2,6 @@
 //! header before it. A reply that comes later is detached and answered from another thread.
 
 use std::os::fd::OwnedFd;
-use std::sync::atomic::AtomicBool;
 
 use rustix::io::Errno;
 use zerocopy::{Immutable, IntoBytes};
@@ -80,15 +79,14 @@ impl<'a> Reply<'a> {
         Ok(())
     }
 
-    /// Adds up to `size` bytes that `read` puts into guest memory. False if `read` would have to wait for them.
-    pub fn fill(&mut self, size: usize, read: impl FnOnce(&IoRange) -> Result<Option<usize>>) -> Result<bool> {
+    /// Adds up to `size` bytes that `read` puts into guest memory.
+    pub fn fill(&mut self, size: usize, read: impl FnOnce(&IoRange) -> Result<usize>) -> Result<()> {
         let To::Place { writable, meter, .. } = &mut self.to else { return Err(Errno::IO) };
         let range = writable.range(self.len..self.len.saturating_add(size));
-        let done = read(&range)?;
-        let bytes = done.unwrap_or(0).min(range.len());
+        let bytes = read(&range)?.min(range.len());
         meter.bytes = bytes as u64;
         self.len += bytes;
-        Ok(done.is_some())
+        Ok(())
     }
 
     /// Notes that so many bytes were written.
@@ -159,6 +157,11 @@ impl<'a> Reply<'a> {
         if let To::Place { from, .. } = &self.to { from.may_wait() } else { true }
     }
 
+    /// See [`Transport::stopping`].
+    pub fn stopping(&self) -> bool {
+        if let To::Place { from, .. } = &self.to { from.stopping() } else { false }
+    }
+
     /// Leaves it to the transport to read `size` bytes from `offset` on and to answer. `long`: see [`Io`].
     pub fn read_elsewhere(&mut self, file: OwnedFd, offset: u64, size: usize, long: bool) {
         if let To::Place { writable, from, meter, .. } = &mut self.to {
@@ -222,21 +225,17 @@ impl<'a> Reply<'a> {
     ///
     /// # Errors
     /// See [`Transport::run`].
-    pub fn run(
-        &mut self,
-        wait: Wait,
-        serve: impl FnOnce(&mut Reply, &AtomicBool) -> Result<()> + Send + 'static,
-    ) -> Result<()> {
+    pub fn run(&mut self, wait: Wait, serve: impl FnOnce(&mut Reply) -> Result<()> + Send + 'static) -> Result<()> {
         let unique = self.unique;
         let To::Place { writable, from, meter, .. } = &mut self.to else {
-            return serve(self, &AtomicBool::new(false));
+            return serve(self);
         };
         let (meter, room) = (meter.detach(), writable.len());
         from.run(
             wait,
-            Box::new(move |back, stop| {
+            Box::new(move |back, _| {
                 let mut reply = Reply::measured(unique, room, back, meter);
-                let result = serve(&mut reply, stop);
+                let result = serve(&mut reply);
                 reply.finish(result);
             }),
         )?;

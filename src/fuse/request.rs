@@ -53,6 +53,16 @@ impl<'a> Request<'a> {
         Ok(Self { header, args: scratch, readable, len })
     }
 
+    /// A request whose arguments, a [`rest`](Self::rest), were copied. It has no data.
+    pub fn copied(header: InHeader, args: &'a [u8], none: &'a mut IoVecs) -> Self {
+        Self { header, args, readable: none, len: 0 }
+    }
+
+    /// The arguments that are left.
+    pub fn rest(&self) -> &'a [u8] {
+        self.args
+    }
+
     /// The arguments that are left, to be read without taking them.
     pub fn peek(&self) -> Cursor<'a> {
         Cursor(self.args)
@@ -84,7 +94,7 @@ impl<'a> Request<'a> {
 
     /// A WRITE's data, still in guest memory.
     pub fn data(&mut self, len: usize) -> Result<IoRange<'_>> {
-        if self.len - WRITE_DATA < len {
+        if self.len.saturating_sub(WRITE_DATA) < len {
             return Err(Errno::INVAL);
         }
         Ok(self.readable.range(WRITE_DATA..WRITE_DATA + len))

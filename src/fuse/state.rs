@@ -34,7 +34,7 @@ impl<F: FileSystem> Server<F> {
     /// # Errors
     /// If the session cannot move.
     pub fn save(&self) -> io::Result<Vec<u8>> {
-        self.fs.enter_thread();
+        self.enter_thread();
         let session = self.session.load(Ordering::Acquire);
         let header = Header { magic: MAGIC, version: VERSION.into(), reserved: 0.into(), session: session.into() };
         let mut state = header.as_bytes().to_vec();
@@ -49,7 +49,7 @@ impl<F: FileSystem> Server<F> {
     /// # Errors
     /// If the state is not valid. There is no session then.
     pub fn load(&self, state: &[u8]) -> io::Result<()> {
-        self.fs.enter_thread();
+        self.enter_thread();
         self.reset();
         let (header, rest) = Header::read_from_prefix(state).map_err(|_| invalid("the state is cut off"))?;
         if header.magic != MAGIC {

@@ -18,6 +18,10 @@ pub(super) const HEADER: usize = size_of::<OutHeader>();
 /// The result of an operation.
 pub type Result<T> = std::result::Result<T, Errno>;
 
+/// A request would have to wait, on a thread that must not. Never reaches the guest. It is ERESTARTNOINTR of
+/// include/linux/errno.h, which means the same and which no system call returns.
+pub const WOULD_WAIT: Errno = Errno::from_raw_os_error(513);
+
 /// What a request waits for on a thread of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wait {
@@ -50,6 +54,10 @@ pub trait Transport: Send {
     /// # Errors
     /// EAGAIN if too many requests wait. The request is not detached then.
     fn run(&mut self, wait: Wait, job: Job) -> Result<()>;
+    /// Whether somebody waits for the end of this request, which a thread that may wait serves.
+    fn stopping(&self) -> bool {
+        false
+    }
     /// Like [`detach`](Self::detach), for a request that waits for something to happen. It counts as no work in
     /// progress. Its reply has at most `bytes`. `release` is called when its queue stops, and has such requests
     /// answered at once. Also returns what tells whether the queue is stopping. `None`: the transport cannot do that.

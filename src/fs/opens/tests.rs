@@ -180,9 +180,9 @@ fn every_request_is_served_without_a_handle() {
             s.fs.fallocate(node, &FallocateIn { length: 2, mode, ..Default::default() }).unwrap();
             assert_eq!(s.host("f"), b"\0\x0023\0\0\0\0\0");
             again();
-            assert_eq!(s.fs.lseek(node, 0, 0, libc::SEEK_DATA as u32, false), Ok(0));
+            assert_eq!(s.fs.lseek(node, 0, 0, libc::SEEK_DATA as u32), Ok(0));
             again();
-            assert_eq!(s.fs.lseek(node, 0, 0, libc::SEEK_HOLE as u32, true), Ok(9));
+            assert_eq!(s.fs.lseek(node, 0, 0, libc::SEEK_HOLE as u32), Ok(9));
             again();
             s.put("to", b"");
             let nodeid_out = s.lookup(c"to").unwrap().nodeid;
@@ -195,7 +195,7 @@ fn every_request_is_served_without_a_handle() {
             assert_eq!(s.host("f"), b"\0\x0023\0\0\x0023");
             again();
             s.fs.fsyncdir(ROOT_ID, 0, true).unwrap();
-            let file = fs::File::from(s.fs.file_for_read(node, &ReadIn::default()).unwrap().unwrap());
+            let file = fs::File::from(s.fs.file_for_read(node, &ReadIn::default()).unwrap());
             let mut data = [0; 2];
             file.read_exact_at(&mut data, 2).unwrap();
             assert_eq!(&data, b"23");
@@ -223,7 +223,7 @@ fn only_files_are_opened() {
         assert_eq!(s.read(node, 0, 0, 4), Err(Errno::BADF));
         assert_eq!(s.write(node, 0, 0, b"x", 0, 0), Err(Errno::BADF));
         assert_eq!(s.fs.fsync(node, 0, false, CALLER), Err(Errno::BADF));
-        assert_eq!(s.fs.lseek(node, 0, 0, libc::SEEK_DATA as u32, true), Err(Errno::BADF));
+        assert_eq!(s.fs.lseek(node, 0, 0, libc::SEEK_DATA as u32), Err(Errno::BADF));
     }
     assert_eq!(s.fs.readdir(fifo, 0, 0, &mut List::default()), Err(Errno::NOTDIR));
     assert_eq!(s.fs.fsyncdir(link, 0, false), Err(Errno::NOTDIR));
@@ -241,7 +241,7 @@ fn of_read_only_mount(config: Config) -> Option<PassthroughFs> {
     fsconfig_set_flag(remount.as_fd(), c"ro").unwrap();
     fsconfig_reconfigure(remount.as_fd()).unwrap();
     let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), config).unwrap();
-    fs.enter_thread();
+    fs.enter_thread(false);
     Some(fs)
 }
 
@@ -323,7 +323,7 @@ fn a_file_that_is_removed_while_it_is_opened_is_not_lost() {
         let over = Arc::new(AtomicBool::new(false));
         let (fs, ends) = (s.fs.clone(), over.clone());
         let opener = std::thread::spawn(move || {
-            fs.enter_thread();
+            fs.enter_thread(false);
             while !ends.load(Ordering::Relaxed) {
                 fs.inodes.get(node).unwrap().open(&fs.places, rustix::fs::OFlags::RDONLY).unwrap();
             }
@@ -364,7 +364,7 @@ fn who_may_write_may_truncate() {
     for s in shares() {
         let fs = s.fs.clone();
         let ordinary = std::thread::spawn(move || {
-            fs.enter_thread();
+            fs.enter_thread(false);
             caps::drop(None, CapSet::Effective, Capability::CAP_DAC_OVERRIDE).unwrap();
             let create = CreateIn { flags: (libc::O_RDWR | libc::O_EXCL) as u32, mode: 0o444, ..Default::default() };
             let made: Result<CreateOut> = answered(|reply| fs.create(ROOT_ID, c"f", &create, &me(), reply));
@@ -372,7 +372,7 @@ fn who_may_write_may_truncate() {
             assert_eq!(fs.inodes.get(node).unwrap().open(&fs.places, OFlags::WRONLY).err(), Some(Errno::ACCESS));
             let valid = SetattrValid::SIZE | SetattrValid::FH;
             for (size, wait) in [(5, None), (3, Some(Wait::Host))] {
-                assert_eq!(fs.truncating_waits(node, Some(0)), Ok(wait));
+                assert_eq!(fs.may_block(Does::TRUNCATE, node, Some(0)), wait);
                 let attr = SetattrIn { valid: valid.bits(), size, ..Default::default() };
                 assert_eq!(fs.setattr(node, &attr, CALLER).map(|out| out.attr.size), Ok(size));
             }
@@ -420,7 +420,7 @@ fn direct_io_is_the_requests() {
         s.write(node, 0, 0, &[7; 8192], 0, 0).unwrap();
         let is_direct = |flags: i32| {
             let read = ReadIn { flags: flags as u32, ..Default::default() };
-            let file = s.fs.file_for_read(node, &read)?.unwrap();
+            let file = s.fs.file_for_read(node, &read)?;
             Ok::<_, Errno>(rustix::fs::fcntl_getfl(file)?.contains(rustix::fs::OFlags::DIRECT))
         };
         if is_direct(direct).is_err() {
@@ -550,7 +550,7 @@ fn lists_after_the_end(base: &Path) {
     for no_open in [NoOpen::Never, NoOpen::Always] {
         let fs = PassthroughFs::new(open_root(dir.path()), proc_self_fd().unwrap(), Config { no_open, ..config() });
         let fs = Arc::new(fs.unwrap());
-        fs.enter_thread();
+        fs.enter_thread(false);
         fs.init(InitFlags::all()).unwrap();
         let s = Share { dir: tempfile::tempdir().unwrap(), fs };
         (0..20).for_each(|n| fs::write(dir.path().join(format!("f{n}")), b"").unwrap());

@@ -29,7 +29,7 @@ fn serve(dir: TempDir, config: Config) -> Share {
     let mut host = HostFs::default();
     host.times_tell = true;
     fs.hosts.pretend(fs.inodes.get(ROOT_ID).unwrap().key.dev, host);
-    fs.enter_thread();
+    fs.enter_thread(false);
     fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM).unwrap();
     Share { dir, fs: Arc::new(fs) }
 }

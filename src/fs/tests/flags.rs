@@ -58,19 +58,19 @@ fn flags_that_concern_the_guest_alone_are_set_and_cleared() {
     for config in with_and_without_handles() {
         let Some(s) = flagged(config) else { return };
         each(&s, |name, node, fh| {
-            let first = s.fs.flags(node, fh, false).unwrap();
+            let first = s.fs.flags(node, fh).unwrap();
             assert_eq!(first, host(&s, name).bits());
-            s.fs.set_flags(node, fh, ANYBODY, first | SYNC | NODUMP, false).unwrap();
+            s.fs.set_flags(node, fh, ANYBODY, first | SYNC | NODUMP).unwrap();
             assert_eq!(host(&s, name).bits(), first | SYNC | NODUMP);
-            assert_eq!(s.fs.flags(node, fh, false).unwrap(), first | SYNC | NODUMP);
-            assert_eq!(s.fs.fsxattr(node, fh, false).unwrap().xflags & 0xf8, 0xa0);
+            assert_eq!(s.fs.flags(node, fh).unwrap(), first | SYNC | NODUMP);
+            assert_eq!(s.fs.fsxattr(node, fh).unwrap().xflags & 0xf8, 0xa0);
             // What already is so is no change, whoever asks.
-            s.fs.set_flags(node, fh, ANYBODY, first | SYNC | NODUMP, false).unwrap();
-            let mut attr = s.fs.fsxattr(node, fh, false).unwrap();
+            s.fs.set_flags(node, fh, ANYBODY, first | SYNC | NODUMP).unwrap();
+            let mut attr = s.fs.fsxattr(node, fh).unwrap();
             attr.xflags = attr.xflags & !0x20 | 0x40;
-            s.fs.set_fsxattr(node, fh, ANYBODY, &attr, false).unwrap();
+            s.fs.set_fsxattr(node, fh, ANYBODY, &attr).unwrap();
             assert_eq!(host(&s, name).bits(), first | NODUMP | IFlags::NOATIME.bits());
-            s.fs.set_flags(node, fh, ANYBODY, first, false).unwrap();
+            s.fs.set_flags(node, fh, ANYBODY, first).unwrap();
             assert_eq!(host(&s, name).bits(), first);
         });
     }
@@ -84,10 +84,10 @@ fn the_guest_hears_of_the_new_change_time() {
     ears.register(&s.fs);
     each(&s, |_, node, fh| {
         ears.told.lock().clear();
-        let first = s.fs.flags(node, fh, false).unwrap();
-        s.fs.set_flags(node, fh, ANYBODY, first, false).unwrap();
+        let first = s.fs.flags(node, fh).unwrap();
+        s.fs.set_flags(node, fh, ANYBODY, first).unwrap();
         assert!(ears.told.lock().is_empty());
-        s.fs.set_flags(node, fh, ANYBODY, first | NODUMP, false).unwrap();
+        s.fs.set_flags(node, fh, ANYBODY, first | NODUMP).unwrap();
         assert_eq!(*ears.told.lock(), [Change { ops: ops::REFRESH, node, ..Change::default() }]);
     });
 }
@@ -97,7 +97,7 @@ fn flags_that_concern_the_host_stay_as_they_are() {
     for config in with_and_without_handles() {
         let Some(s) = flagged(config) else { return };
         each(&s, |name, node, fh| {
-            let first = s.fs.flags(node, fh, false).unwrap();
+            let first = s.fs.flags(node, fh).unwrap();
             for (bit, errno) in (0..32).map(|n| (1 << n, Errno::OPNOTSUPP)) {
                 let flag = IFlags::from_bits_retain(bit);
                 let free = IFlags::SYNC | IFlags::DIRSYNC | IFlags::NODUMP | IFlags::NOATIME;
@@ -106,11 +106,11 @@ fn flags_that_concern_the_host_stay_as_they_are() {
                 }
                 // Immutable, append-only, and a directory that gives its project to new files.
                 let errno = if [0x10, 0x20, 0x2000_0000].contains(&bit) { Errno::PERM } else { errno };
-                let set = s.fs.set_flags(node, fh, ANYBODY, first ^ bit ^ NODUMP, false);
+                let set = s.fs.set_flags(node, fh, ANYBODY, first ^ bit ^ NODUMP);
                 assert_eq!(set, Err(errno), "{bit:x}");
             }
-            let attr = s.fs.fsxattr(node, fh, false).unwrap();
-            let set = |to: Fsxattr| s.fs.set_fsxattr(node, fh, ANYBODY, &to, false);
+            let attr = s.fs.fsxattr(node, fh).unwrap();
+            let set = |to: Fsxattr| s.fs.set_fsxattr(node, fh, ANYBODY, &to);
             assert_eq!(set(Fsxattr { projid: attr.projid + 1, ..attr }), Err(Errno::PERM));
             assert_eq!(set(Fsxattr { extsize: 1 << 20, xflags: attr.xflags | 0x800, ..attr }), Err(Errno::OPNOTSUPP));
             assert_eq!(set(Fsxattr { cowextsize: 1 << 20, ..attr }), Err(Errno::OPNOTSUPP));
@@ -126,7 +126,7 @@ fn flags_that_concern_the_host_stay_as_they_are() {
                 assert_eq!(set(Fsxattr { xflags: attr.xflags ^ bit, ..attr }), expected, "{bit:x}");
             }
             assert_eq!(host(&s, name).bits(), first);
-            assert_eq!(s.fs.fsxattr(node, fh, false).unwrap(), attr);
+            assert_eq!(s.fs.fsxattr(node, fh).unwrap(), attr);
         });
     }
 }
@@ -140,9 +140,9 @@ fn what_the_host_has_set_is_seen_and_kept() {
         return eprintln!("skipped: it needs root");
     }
     let (node, fh) = s.open(c"f", libc::O_RDONLY);
-    let seen = s.fs.flags(node, fh, false).unwrap();
-    assert_eq!(s.fs.set_flags(node, fh, ANYBODY, before.bits(), false), Err(Errno::PERM));
-    let attr = s.fs.fsxattr(node, fh, false).unwrap();
+    let seen = s.fs.flags(node, fh).unwrap();
+    assert_eq!(s.fs.set_flags(node, fh, ANYBODY, before.bits()), Err(Errno::PERM));
+    let attr = s.fs.fsxattr(node, fh).unwrap();
     assert_eq!((attr, attr.xflags & 0x10), (fsxattr(std::os::fd::AsFd::as_fd(&file)).unwrap(), 0x10));
     // The host's rule holds.
     let written = open(&s.fs, node, libc::O_RDWR).err();
@@ -154,18 +154,18 @@ fn what_the_host_has_set_is_seen_and_kept() {
 fn only_the_owner_sets_flags() {
     let Some(s) = flagged(Config::default()) else { return };
     each(&s, |_, node, fh| {
-        let first = s.fs.flags(node, fh, false).unwrap();
+        let first = s.fs.flags(node, fh).unwrap();
         let owner = s.fs.getattr(node, None).unwrap().attr.uid;
         for (uid, expected) in [(owner, Ok(())), (owner + 1, Err(Errno::PERM)), (0, Ok(()))] {
-            assert_eq!(s.fs.set_flags(node, fh, uid, first ^ NODUMP, false), expected);
-            s.fs.set_flags(node, fh, ANYBODY, first, false).unwrap();
+            assert_eq!(s.fs.set_flags(node, fh, uid, first ^ NODUMP), expected);
+            s.fs.set_flags(node, fh, ANYBODY, first).unwrap();
         }
     });
     let readonly = flagged(Config { readonly: true, ..Config::default() }).unwrap();
     each(&readonly, |_, node, fh| {
-        let (first, attr) = (readonly.fs.flags(node, fh, false).unwrap(), readonly.fs.fsxattr(node, fh, false));
-        assert_eq!(readonly.fs.set_flags(node, fh, 0, first, false), Err(Errno::ROFS));
-        assert_eq!(readonly.fs.set_fsxattr(node, fh, 0, &attr.unwrap(), false), Err(Errno::ROFS));
+        let (first, attr) = (readonly.fs.flags(node, fh).unwrap(), readonly.fs.fsxattr(node, fh));
+        assert_eq!(readonly.fs.set_flags(node, fh, 0, first), Err(Errno::ROFS));
+        assert_eq!(readonly.fs.set_fsxattr(node, fh, 0, &attr.unwrap()), Err(Errno::ROFS));
     });
 }
 
@@ -173,10 +173,10 @@ fn only_the_owner_sets_flags() {
 fn a_file_that_is_stored_to_in_place_cannot_be_synchronous() {
     let Some(s) = flagged(Config { writeback: true, ..Config::default() }) else { return };
     each(&s, |name, node, fh| {
-        let first = s.fs.flags(node, fh, false).unwrap();
+        let first = s.fs.flags(node, fh).unwrap();
         let expected = if name == "f" { Err(Errno::OPNOTSUPP) } else { Ok(()) };
-        assert_eq!(s.fs.set_flags(node, fh, ANYBODY, first | SYNC, false), expected);
-        s.fs.set_flags(node, fh, ANYBODY, first | NODUMP, false).unwrap();
+        assert_eq!(s.fs.set_flags(node, fh, ANYBODY, first | SYNC), expected);
+        s.fs.set_flags(node, fh, ANYBODY, first | NODUMP).unwrap();
     });
 }
 
@@ -188,9 +188,9 @@ fn other_files_have_no_flags() {
         .unwrap();
     for name in [c"l", c"p"] {
         let node = s.lookup(name).unwrap().nodeid;
-        assert_eq!(s.fs.flags(node, 0, false), Err(Errno::BADF));
-        assert_eq!(s.fs.set_flags(node, 0, ANYBODY, 0, false), Err(Errno::BADF));
-        assert_eq!(s.fs.fsxattr(node, 99, false), Err(Errno::BADF));
+        assert_eq!(s.fs.flags(node, 0), Err(Errno::BADF));
+        assert_eq!(s.fs.set_flags(node, 0, ANYBODY, 0), Err(Errno::BADF));
+        assert_eq!(s.fs.fsxattr(node, 99), Err(Errno::BADF));
     }
-    assert_eq!(s.fs.flags(99, 0, false), Err(Errno::STALE));
+    assert_eq!(s.fs.flags(99, 0), Err(Errno::STALE));
 }

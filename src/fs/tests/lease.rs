@@ -245,7 +245,7 @@ fn serve_watched(place: &Path, config: Config, most_marks: usize) -> (Share, Arc
     let watch = Watch::with_limits(most_marks, 100_000).unwrap();
     let fs = Arc::new(fs.with_stepped_watch(watch, move |_: Step| passed.pass()));
     ears.fs.set(Arc::downgrade(&fs)).unwrap();
-    fs.enter_thread();
+    fs.enter_thread(false);
     (Share { dir, fs }, ears)
 }
 

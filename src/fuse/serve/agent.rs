@@ -124,15 +124,15 @@ impl<F: FileSystem> Server<F> {
                 if works && self.is_seen(agents, node, name) {
                     return Err(Errno::EXIST);
                 }
+                if agents.is_hidden(pid, node) && !reply.may_wait() {
+                    // It may register, and the directories that the guest knows are many.
+                    return Err(WOULD_WAIT);
+                }
                 match agents.make(pid, uid, node, name.to_bytes(), directory) {
                     Made::Name(phantom) => reply.put(&phantom_entry(phantom, format)),
                     Made::Marker(marker) => {
-                        let fs = self.fs.clone();
-                        reply.run(Wait::Host, move |reply, _| {
-                            fs.enter_thread();
-                            fs.follow_known();
-                            reply.put(&kept_entry(marker, format))
-                        })
+                        self.fs.follow_known();
+                        reply.put(&kept_entry(marker, format))
                     }
                     Made::Refused if works || is_phantom(node) => Err(Errno::PERM),
                     Made::Refused => self.serve(opcode, request, reply),
@@ -250,7 +250,7 @@ impl<F: FileSystem> Server<F> {
             Opcode::Write if request.peek().take::<WriteIn>()?.write_flags & WRITE_CACHE != 0 => {
                 self.serve(opcode, request, reply)
             }
-            _ if !works || only_reads(opcode) => self.serve(opcode, request, reply),
+            _ if !works || opcode.does().contains(Does::ONLY_READ) => self.serve(opcode, request, reply),
             Opcode::Ioctl => {
                 let args: IoctlIn = request.peek().take()?;
                 match args.cmd {
@@ -398,35 +398,6 @@ impl Work {
     fn loses(&self, node: u64) -> bool {
         self.target == node || self.change.has(ops::REMOVE) && self.change.node == node
     }
-}
-
-/// Whether a request changes nothing, whatever it says.
-const fn only_reads(opcode: Opcode) -> bool {
-    matches!(
-        opcode,
-        Opcode::Getattr
-            | Opcode::Statx
-            | Opcode::Access
-            | Opcode::Statfs
-            | Opcode::Readlink
-            | Opcode::Read
-            | Opcode::Opendir
-            | Opcode::Readdir
-            | Opcode::Readdirplus
-            | Opcode::Releasedir
-            | Opcode::Release
-            | Opcode::Flush
-            | Opcode::Fsync
-            | Opcode::Fsyncdir
-            | Opcode::Syncfs
-            | Opcode::Getxattr
-            | Opcode::Listxattr
-            | Opcode::Getlk
-            | Opcode::Lseek
-            | Opcode::Interrupt
-            | Opcode::Setupmapping
-            | Opcode::Removemapping
-    )
 }
 
 /// How long the guest may keep what only the agent sees, in seconds: a day. It would forget the marker otherwise.

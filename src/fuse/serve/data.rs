@@ -1,9 +1,6 @@
 //! The contents of files: reading, writing, copying, space and durability.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-
 use rustix::io::Errno;
-use zerocopy::{Immutable, IntoBytes};
 
 use super::super::Server;
 use super::super::abi::*;
@@ -17,14 +14,14 @@ impl<F: FileSystem> Server<F> {
     pub(super) fn read(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {
         let args: ReadIn = request.take()?;
         let (node, size) = (request.header.nodeid, data_len(args.size)?);
-        let (long, waits) = (reply.moves(size), reply.may_wait());
-        if !long && reply.fill(size, |to| self.fs.read(node, &args, to, waits))? {
-            return Ok(());
+        let long = reply.moves(size);
+        if !long {
+            match reply.fill(size, |to| self.fs.read(node, &args, to)) {
+                Err(WOULD_WAIT) => {}
+                done => return done,
+            }
         }
-        match self.fs.file_for_read(node, &args)? {
-            Some(file) => reply.read_elsewhere(file, args.offset, size, long),
-            None => reply.serve_anew(),
-        }
+        reply.read_elsewhere(self.fs.file_for_read(node, &args)?, args.offset, size, long);
         Ok(())
     }
 
@@ -40,81 +37,19 @@ impl<F: FileSystem> Server<F> {
                 return Ok(());
             }
         }
-        let waits = reply.may_wait();
-        match self.fs.write(node, &args, by, &data, waits) {
-            Err(Errno::AGAIN) if !waits => {
-                reply.serve_anew();
-                Ok(())
-            }
-            size => {
-                let size = size?;
-                reply.wrote(size);
-                reply.put(&WriteOut { size: size as u32, padding: 0 })
-            }
-        }
+        let size = self.fs.write(node, &args, by, &data)?;
+        reply.wrote(size);
+        reply.put(&WriteOut { size: size as u32, padding: 0 })
     }
 
-    pub(super) fn lseek(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {
-        let (node, args): (_, LseekIn) = (request.header.nodeid, request.take()?);
-        let seek = move |fs: &F, reply: &mut Reply, patient| {
-            reply.put(&LseekOut { offset: fs.lseek(node, args.fh, args.offset, args.whence, patient)? })
-        };
-        match seek(&self.fs, reply, false) {
-            Err(Errno::AGAIN) => self.serve_where(Some(Wait::Others), reply, move |fs, reply| seek(fs, reply, true)),
-            done => done,
-        }
-    }
-
-    pub(super) fn fsync(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {
-        let (node, args): (_, FsyncIn) = (request.header.nodeid, request.take()?);
-        let wait = self.fs.waits(node, args.fh).then_some(Wait::Host);
-        let data = args.fsync_flags & FSYNC_FDATASYNC != 0;
-        let by = request.caller();
-        self.serve_where(wait, reply, move |fs, _| fs.fsync(node, args.fh, data, by))
-    }
-
-    pub(super) fn fsyncdir(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {
-        let (node, args): (_, FsyncIn) = (request.header.nodeid, request.take()?);
-        let wait = self.fs.waits(node, args.fh).then_some(Wait::Host);
-        let data = args.fsync_flags & FSYNC_FDATASYNC != 0;
-        self.serve_where(wait, reply, move |fs, _| fs.fsyncdir(node, args.fh, data))
-    }
-
-    pub(super) fn fallocate(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {
-        let (node, args): (_, FallocateIn) = (request.header.nodeid, request.take()?);
-        let removes = args.mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) as u32 != 0;
-        let wait = if self.fs.has_mappings() {
-            Some(Wait::Others)
-        } else if removes || args.length > COPY_PIECE || self.fs.waits(node, args.fh) {
-            // Removing blocks may wait for another daemon, as a truncation does. A long range takes long even in
-            // memory.
-            Some(Wait::Host)
-        } else {
-            None
-        };
-        self.serve_where(wait, reply, move |fs, _| fs.fallocate(node, &args))
-    }
-
-    /// `out` makes the reply's body of the number of bytes copied.
-    pub(super) fn copy_file_range<T: IntoBytes + Immutable>(
-        &self,
-        request: &mut Request,
-        reply: &mut Reply,
-        out: impl FnOnce(u64) -> T + Send + 'static,
-    ) -> Result<()> {
+    /// Returns the number of bytes copied.
+    pub(super) fn copy_file_range(&self, request: &mut Request, reply: &Reply) -> Result<u64> {
         let (node, args): (_, CopyFileRangeIn) = (request.header.nodeid, request.take()?);
         let args = CopyFileRangeIn { len: args.len.min(COPY_BYTES), ..args };
-        if self.settles_elsewhere(Opcode::CopyFileRange, args.nodeid_out, reply) {
-            return Ok(());
+        if reply.may_wait() {
+            self.fs.settle_times(args.nodeid_out);
         }
-        if args.len <= COPY_PIECE && !self.fs.waits(node, args.fh_in) {
-            return reply.put(&out(self.fs.copy_file_range(node, &args)? as u64));
-        }
-        let fs = self.fs.clone();
-        reply.run(Wait::Host, move |reply, stop| {
-            fs.enter_thread();
-            reply.put(&out(copy(&args, stop, |piece| fs.copy_file_range(node, piece))?))
-        })
+        copy(&args, || reply.stopping(), |piece| self.fs.copy_file_range(node, piece))
     }
 }
 
@@ -126,15 +61,15 @@ fn data_len(size: u32) -> Result<usize> {
     if size as usize > DATA_BYTES { Err(Errno::INVAL) } else { Ok(size as usize) }
 }
 
-/// Copies in pieces. Ends early once `stop` is set: a short count is no error.
+/// Copies in pieces. Ends early once `stops`: a short count is no error.
 fn copy(
     args: &CopyFileRangeIn,
-    stop: &AtomicBool,
+    stops: impl Fn() -> bool,
     mut copy: impl FnMut(&CopyFileRangeIn) -> Result<usize>,
 ) -> Result<u64> {
     let mut done = 0;
     loop {
-        let stopping = stop.load(Ordering::Relaxed);
+        let stopping = stops();
         if stopping && done > 0 {
             return Ok(done);
         }
@@ -158,6 +93,8 @@ fn copy(
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+
     use super::*;
 
     fn args(len: u64) -> CopyFileRangeIn {
@@ -167,10 +104,14 @@ mod tests {
     #[test]
     fn a_copy_is_cut_to_pieces() {
         let mut pieces = Vec::new();
-        let copied = copy(&args(3 * COPY_PIECE + 5), &AtomicBool::new(false), |piece| {
-            pieces.push((piece.off_in - 100, piece.off_out - 7, piece.len));
-            Ok(piece.len as usize)
-        });
+        let copied = copy(
+            &args(3 * COPY_PIECE + 5),
+            || false,
+            |piece| {
+                pieces.push((piece.off_in - 100, piece.off_out - 7, piece.len));
+                Ok(piece.len as usize)
+            },
+        );
         assert_eq!(copied, Ok(3 * COPY_PIECE + 5));
         let piece = |n, len| (n * COPY_PIECE, n * COPY_PIECE, len);
         assert_eq!(pieces, [piece(0, COPY_PIECE), piece(1, COPY_PIECE), piece(2, COPY_PIECE), piece(3, 5)]);
@@ -178,26 +119,25 @@ mod tests {
 
     #[test]
     fn a_copy_ends_between_two_pieces() {
-        let stop = AtomicBool::new(false);
-        let mut pieces = 0;
-        let mut run = |len| {
-            copy(&args(len), &stop, |piece| {
-                pieces += 1;
-                stop.fetch_or(pieces == 3, Ordering::Relaxed);
+        let pieces = Cell::new(0);
+        let run = |len| {
+            let copied = |piece: &CopyFileRangeIn| {
+                pieces.set(pieces.get() + 1);
                 Ok(piece.len as usize)
-            })
+            };
+            copy(&args(len), || pieces.get() >= 3, copied)
         };
         assert_eq!(run(100 * COPY_PIECE), Ok(3 * COPY_PIECE));
         // A copy that begins after the stop still copies something: a count of 0 would mean the end of the file.
         assert_eq!(run(100 * COPY_PIECE), Ok(SHORTEST_COPY));
-        assert_eq!(pieces, 4);
+        assert_eq!(pieces.get(), 4);
     }
 
     #[test]
     fn a_copy_reports_what_was_copied_before_an_error() {
         let run = |results: &[Result<usize>]| {
             let mut results = results.iter();
-            copy(&args(100 * COPY_PIECE), &AtomicBool::new(false), |_| *results.next().unwrap())
+            copy(&args(100 * COPY_PIECE), || false, |_| *results.next().unwrap())
         };
         let piece = COPY_PIECE as usize;
         assert_eq!(run(&[Err(Errno::NOSPC)]), Err(Errno::NOSPC));
@@ -206,8 +146,8 @@ mod tests {
         assert_eq!(run(&[Ok(0)]), Ok(0));
         let mut args = args(2 * COPY_PIECE);
         args.off_out = u64::MAX - COPY_PIECE;
-        assert_eq!(copy(&args, &AtomicBool::new(false), |_| Ok(piece)), Ok(2 * COPY_PIECE));
+        assert_eq!(copy(&args, || false, |_| Ok(piece)), Ok(2 * COPY_PIECE));
         args.off_out += 1;
-        assert_eq!(copy(&args, &AtomicBool::new(false), |_| Ok(piece)), Ok(COPY_PIECE));
+        assert_eq!(copy(&args, || false, |_| Ok(piece)), Ok(COPY_PIECE));
     }
 }

@@ -18,18 +18,12 @@ impl<F: FileSystem> Server<F> {
     pub(super) fn serve(&self, opcode: Opcode, request: &mut Request, reply: &mut Reply) -> Result<()> {
         let fs = &*self.fs;
         let node = request.header.nodeid;
-        if sees_times(opcode) && self.settles_elsewhere(opcode, node, reply) {
-            return Ok(());
+        // A worker serves none whose file owes a time.
+        if opcode == Opcode::Write || opcode.does().contains(Does::SEE_TIMES) && reply.may_wait() {
+            fs.settle_times(node);
         }
         match opcode {
-            Opcode::Lookup if reply.may_wait() => reply.put(&fs.lookup(node, request.name()?)?),
-            Opcode::Lookup => match fs.lookup_now(node, request.name()?) {
-                Err(Errno::AGAIN) => {
-                    reply.serve_anew();
-                    Ok(())
-                }
-                found => reply.put(&found?),
-            },
+            Opcode::Lookup => reply.put(&fs.lookup(node, request.name()?)?),
             Opcode::Forget => self.forget(request, reply),
             Opcode::BatchForget => self.batch_forget(request, reply),
             Opcode::Readlink => reply.collect(|to| fs.readlink(node, to)),
@@ -48,8 +42,8 @@ impl<F: FileSystem> Server<F> {
             }
             Opcode::Link => {
                 let args: LinkIn = request.take()?;
-                if self.settles_elsewhere(opcode, args.oldnodeid, reply) {
-                    return Ok(());
+                if reply.may_wait() {
+                    fs.settle_times(args.oldnodeid);
                 }
                 reply.put(&fs.link(args.oldnodeid, node, request.name()?)?)
             }
@@ -58,7 +52,10 @@ impl<F: FileSystem> Server<F> {
                 let args: GetattrIn = request.take()?;
                 reply.put(&fs.getattr(node, (args.getattr_flags & GETATTR_FH != 0).then_some(args.fh))?)
             }
-            Opcode::Setattr => self.setattr(request, reply),
+            Opcode::Setattr => {
+                let args = request.take()?;
+                reply.put(&fs.setattr(node, &args, request.caller())?)
+            }
             Opcode::Statx => {
                 let args: StatxIn = request.take()?;
                 let fh = (args.getattr_flags & GETATTR_FH != 0).then_some(args.fh);
@@ -70,7 +67,10 @@ impl<F: FileSystem> Server<F> {
                 fs.access(node, request.header.uid, request.header.gid, args.mask)
             }
 
-            Opcode::Open => self.open(request, reply),
+            Opcode::Open => {
+                let args = request.take()?;
+                fs.open(node, &args, request.caller(), reply)
+            }
             Opcode::Create => self.create(request, reply),
             Opcode::Tmpfile => self.tmpfile(request, reply),
             Opcode::Flush => {
@@ -81,14 +81,24 @@ impl<F: FileSystem> Server<F> {
 
             Opcode::Read => self.read(request, reply),
             Opcode::Write => self.write(request, reply),
-            Opcode::Fsync => self.fsync(request, reply),
-            Opcode::Fallocate => self.fallocate(request, reply),
-            Opcode::Lseek => self.lseek(request, reply),
-            Opcode::CopyFileRange => self.copy_file_range(request, reply, |n| WriteOut { size: n as u32, padding: 0 }),
-            Opcode::CopyFileRange64 => {
-                self.copy_file_range(request, reply, |bytes_copied| CopyFileRangeOut { bytes_copied })
+            Opcode::Fsync => {
+                let args: FsyncIn = request.take()?;
+                fs.fsync(node, args.fh, args.fsync_flags & FSYNC_FDATASYNC != 0, request.caller())
             }
-            Opcode::Syncfs => self.serve_where(Some(Wait::Host), reply, move |fs, _| fs.syncfs(node)),
+            Opcode::Fallocate => fs.fallocate(node, &request.take()?),
+            Opcode::Lseek => {
+                let args: LseekIn = request.take()?;
+                reply.put(&LseekOut { offset: fs.lseek(node, args.fh, args.offset, args.whence)? })
+            }
+            Opcode::CopyFileRange => {
+                let size = self.copy_file_range(request, reply)? as u32;
+                reply.put(&WriteOut { size, padding: 0 })
+            }
+            Opcode::CopyFileRange64 => {
+                let bytes_copied = self.copy_file_range(request, reply)?;
+                reply.put(&CopyFileRangeOut { bytes_copied })
+            }
+            Opcode::Syncfs => fs.syncfs(node),
 
             Opcode::Opendir => {
                 let args: OpenIn = request.take()?;
@@ -106,7 +116,10 @@ impl<F: FileSystem> Server<F> {
                 let args: ReleaseIn = request.take()?;
                 fs.releasedir(node, args.fh)
             }
-            Opcode::Fsyncdir => self.fsyncdir(request, reply),
+            Opcode::Fsyncdir => {
+                let args: FsyncIn = request.take()?;
+                fs.fsyncdir(node, args.fh, args.fsync_flags & FSYNC_FDATASYNC != 0)
+            }
 
             Opcode::Setxattr => self.setxattr(request),
             Opcode::Getxattr => {
@@ -123,7 +136,7 @@ impl<F: FileSystem> Server<F> {
             Opcode::Getlk => reply.put(&fs.getlk(node, &request.take()?)?),
             Opcode::Setlk => fs.setlk(node, request.header.unique, &request.take()?, false).map(drop),
             Opcode::Setlkw => match fs.setlk(node, request.header.unique, &request.take()?, true)? {
-                Some(wait) => reply.run(Wait::Lock, |_, _| wait()),
+                Some(wait) => reply.run(Wait::Lock, |_| wait()),
                 None => Ok(()),
             },
             Opcode::Interrupt => {
@@ -158,28 +171,6 @@ impl<F: FileSystem> Server<F> {
         }
     }
 
-    /// Gives a node's file the time of what the guest has stored in place, before the request sees it. True if that is
-    /// left to another thread, which serves the request too: the file may be locked for seconds, and a worker must
-    /// serve others meanwhile. A WRITE waits for the same lock itself.
-    pub(super) fn settles_elsewhere(&self, opcode: Opcode, node: u64, reply: &mut Reply) -> bool {
-        let owes = self.fs.owes_times(node);
-        let elsewhere = owes && opcode != Opcode::Write && !reply.may_wait();
-        if elsewhere {
-            reply.serve_anew();
-        } else if owes {
-            self.fs.settle_times(node);
-        }
-        elsewhere
-    }
-
-    fn setattr(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {
-        let args: SetattrIn = request.take()?;
-        let (node, valid) = (request.header.nodeid, SetattrValid::from_bits_retain(args.valid));
-        let (fh, by) = (valid.contains(SetattrValid::FH).then_some(args.fh), request.caller());
-        let wait = if valid.contains(SetattrValid::SIZE) { self.fs.truncating_waits(node, fh)? } else { None };
-        self.serve_where(wait, reply, move |fs, reply| reply.put(&fs.setattr(node, &args, by)?))
-    }
-
     /// The four calls of ioctl(2) that tell and change a file's flags. Linux from 5.13 on sends them for chattr(1) and
     /// the like, with exact sizes; older ones send what a program asked for, with the sizes of the numbers.
     fn ioctl(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {
@@ -187,19 +178,17 @@ impl<F: FileSystem> Server<F> {
         if args.flags & IOCTL_UNRESTRICTED != 0 {
             return Err(Errno::NOTTY);
         }
-        let (node, fh, uid) = (request.header.nodeid, args.fh, request.header.uid);
+        let (fs, node, fh, uid) = (&self.fs, request.header.nodeid, args.fh, request.header.uid);
         match args.cmd {
-            FS_IOC_GETFLAGS | FS_IOC32_GETFLAGS => {
-                answer_ioctl(self, &args, reply, move |fs, patient| fs.flags(node, fh, patient))
-            }
-            FS_IOC_FSGETXATTR => answer_ioctl(self, &args, reply, move |fs, patient| fs.fsxattr(node, fh, patient)),
+            FS_IOC_GETFLAGS | FS_IOC32_GETFLAGS => answer_ioctl(&args, reply, || fs.flags(node, fh)),
+            FS_IOC_FSGETXATTR => answer_ioctl(&args, reply, || fs.fsxattr(node, fh)),
             FS_IOC_SETFLAGS | FS_IOC32_SETFLAGS => {
                 let flags = ioctl_data(&args, request)?;
-                answer_ioctl(self, &args, reply, move |fs, patient| fs.set_flags(node, fh, uid, flags, patient))
+                answer_ioctl(&args, reply, || fs.set_flags(node, fh, uid, flags))
             }
             FS_IOC_FSSETXATTR => {
                 let to: Fsxattr = ioctl_data(&args, request)?;
-                answer_ioctl(self, &args, reply, move |fs, patient| fs.set_fsxattr(node, fh, uid, &to, patient))
+                answer_ioctl(&args, reply, || fs.set_fsxattr(node, fh, uid, &to))
             }
             command => self.agent_call(command, &args, request, reply),
         }
@@ -233,52 +222,19 @@ fn ioctl_data<T: FromBytes>(args: &IoctlIn, request: &mut Request) -> Result<T> 
     if (args.in_size as usize) < size_of::<T>() { Err(Errno::INVAL) } else { request.take() }
 }
 
-/// Answers an ioctl(2) with what `serve` returns. It gets whether the thread may wait.
+/// Answers an ioctl(2) with what `serve` returns.
 ///
 /// # Errors
 /// EINVAL if the guest has too little room for that.
-fn answer_ioctl<F: FileSystem, T: IntoBytes + Immutable>(
-    server: &Server<F>,
+fn answer_ioctl<T: IntoBytes + Immutable>(
     args: &IoctlIn,
     reply: &mut Reply,
-    serve: impl Fn(&F, bool) -> Result<T> + Send + 'static,
+    serve: impl FnOnce() -> Result<T>,
 ) -> Result<()> {
     if (args.out_size as usize) < size_of::<T>() {
         return Err(Errno::INVAL);
     }
-    let answer = |reply: &mut Reply, result: T| reply.put(&IoctlOut::default()).and_then(|()| reply.put(&result));
-    match serve(&server.fs, false) {
-        Err(Errno::AGAIN) => {
-            server.serve_where(Some(Wait::Others), reply, move |fs, reply| answer(reply, serve(fs, true)?))
-        }
-        result => answer(reply, result?),
-    }
-}
-
-/// Whether a request may be served on a thread that may wait, from its beginning.
-pub(super) const fn may_wait(opcode: Opcode) -> bool {
-    matches!(opcode, Opcode::Read | Opcode::Lookup | Opcode::Link) || sees_times(opcode)
-}
-
-/// Whether a request reads or changes the attributes or data of its node. What LOOKUP, READDIRPLUS, LINK and
-/// COPY_FILE_RANGE find comes later, and READ has no attributes.
-const fn sees_times(opcode: Opcode) -> bool {
-    matches!(
-        opcode,
-        Opcode::Getattr
-            | Opcode::Setattr
-            | Opcode::Statx
-            | Opcode::Open
-            | Opcode::Flush
-            | Opcode::Release
-            | Opcode::Write
-            | Opcode::Fsync
-            | Opcode::Fallocate
-            | Opcode::CopyFileRange
-            | Opcode::CopyFileRange64
-            | Opcode::Setxattr
-            | Opcode::Removexattr
-            | Opcode::Ioctl
-            | Opcode::Setupmapping
-    )
+    let result = serve()?;
+    reply.put(&IoctlOut::default())?;
+    reply.put(&result)
 }

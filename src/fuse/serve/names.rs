@@ -1,7 +1,5 @@
 //! Requests that name files or make them.
 
-use rustix::io::Errno;
-
 use super::super::Server;
 use super::super::abi::*;
 use super::super::ops::*;
@@ -61,24 +59,6 @@ impl<F: FileSystem> Server<F> {
     pub(super) fn rename(&self, request: &mut Request, newdir: u64, flags: u32) -> Result<()> {
         let (name, newname) = (request.name()?, request.name()?);
         self.fs.rename(request.header.nodeid, name, newdir, newname, flags, &request.creator(0)?)
-    }
-
-    pub(super) fn open(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {
-        let args: OpenIn = request.take()?;
-        let (node, by) = (request.header.nodeid, request.caller());
-        let patient = move |fs: &F, reply: &mut Reply| fs.open(node, &args, by, true, reply);
-        if args.flags & libc::O_TRUNC as u32 != 0 {
-            if let Some(wait) = self.fs.truncating_waits(node, None)? {
-                return self.serve_where(Some(wait), reply, patient);
-            }
-        }
-        match self.fs.open(node, &args, by, false, reply) {
-            // The open waits for the holder of a lease.
-            Err(Errno::AGAIN) if args.flags & libc::O_NONBLOCK as u32 == 0 => {
-                self.serve_where(Some(Wait::Others), reply, patient)
-            }
-            done => done,
-        }
     }
 
     pub(super) fn create(&self, request: &mut Request, reply: &mut Reply) -> Result<()> {
