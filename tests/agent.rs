@@ -4,7 +4,6 @@
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::process::Command;
-use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
@@ -119,7 +118,7 @@ impl Guest {
             }
             if let Some(job) = here.job.take() {
                 let (send, sent) = channel();
-                job(Box::new(move |reply| send.send(reply).unwrap()), &AtomicBool::new(false));
+                job(Box::new(move |reply| send.send(reply).unwrap()));
                 return Ok(sent.recv().unwrap());
             }
             if !here.again {

@@ -4,7 +4,7 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -131,29 +131,25 @@ impl Handler for Stub {
                 from.io(Io { unique, file, offset: 0, write: false, long: false, meter: LateMeter::default() }, &data);
                 0
             }
-            SLOW => {
-                seen.slow.fetch_add(1, Ordering::SeqCst);
-                let slow = move |back: WayBack, _: &AtomicBool| {
-                    seen.running.fetch_add(1, Ordering::SeqCst);
-                    seen.gate.wait();
-                    back(reply());
-                };
-                from.run(Wait::Host, Box::new(slow)).unwrap();
+            SLOW | COPY if !from.may_wait() => {
+                seen.slow.fetch_add(usize::from(header.opcode == SLOW), Ordering::SeqCst);
+                from.serve_anew(None);
                 0
             }
+            SLOW => {
+                seen.running.fetch_add(1, Ordering::SeqCst);
+                seen.gate.wait();
+                work.writable.write_at(0, &reply())
+            }
             COPY => {
-                let copy = move |back: WayBack, stop: &AtomicBool| {
-                    seen.running.fetch_add(1, Ordering::SeqCst);
-                    until(|| stop.load(Ordering::Relaxed));
-                    back(reply());
-                };
-                from.run(Wait::Host, Box::new(copy)).unwrap();
-                0
+                seen.running.fetch_add(1, Ordering::SeqCst);
+                until(|| from.stopping());
+                work.writable.write_at(0, &reply())
             }
             LOCK => {
                 seen.lock.fetch_add(1, Ordering::SeqCst);
                 let gate = seen.clone();
-                let lock = move |back: WayBack, _: &AtomicBool| {
+                let lock = move |back: WayBack| {
                     gate.gate.wait();
                     back(reply());
                 };

@@ -8,7 +8,6 @@ use std::io::{Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -20,8 +19,8 @@ use thruway::fs::{Config, PassthroughFs, proc_self_fd};
 use thruway::fuse::abi::*;
 use thruway::fuse::buf::IoVecs;
 use thruway::fuse::metrics::LateMeter;
-use thruway::fuse::ops::{Caller, Files, Names, Threads, WOULD_WAIT, Wait};
-use thruway::fuse::{Io, Reply, Server, Transport, WayBack, Work};
+use thruway::fuse::ops::{Caller, Files, Names, Threads, WOULD_WAIT};
+use thruway::fuse::{Io, Reply, Server, Transport, Work};
 use thruway::limits::{DEPUTIES, Limit};
 use thruway_bench::frontend::{Frontend, Options, WINDOW_BASE};
 use vhost::VhostUserMemoryRegionInfo;
@@ -71,22 +70,18 @@ impl Handler for Stub {
                 from.io(io, &work.writable.range(16..16 + header.nodeid as usize));
                 0
             }
-            SLOW => {
-                let slow = move |back: WayBack, _: &AtomicBool| {
-                    thread::sleep(Duration::from_millis(50));
-                    back(empty());
-                };
-                from.run(Wait::Host, Box::new(slow)).unwrap();
+            SLOW | ANEW if !from.may_wait() => {
+                from.serve_anew(None);
                 0
+            }
+            SLOW => {
+                thread::sleep(Duration::from_millis(50));
+                work.writable.write_at(0, &empty())
             }
             HEAVY => {
                 thread::sleep(Duration::from_millis(5));
                 let error = if header.nodeid == DATA && from.moves(LARGE) { -libc::EPERM } else { 0 };
                 work.writable.write_at(0, OutHeader { len: 16, error, unique }.as_bytes())
-            }
-            ANEW if !from.may_wait() => {
-                from.serve_anew(None);
-                0
             }
             STUCK | ANEW => {
                 rustix::io::write(&self.0, &[0]).unwrap();

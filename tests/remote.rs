@@ -172,7 +172,7 @@ impl Transport for Here<'_> {
     }
 
     fn run(&mut self, _: Wait, job: Job) -> Result<(), Errno> {
-        job(self.detach(), &AtomicBool::new(false));
+        job(self.detach());
         Ok(())
     }
 }

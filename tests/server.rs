@@ -6,7 +6,6 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
-use std::sync::atomic::AtomicBool;
 use std::sync::mpsc;
 
 use listening::Listening;
@@ -142,7 +141,7 @@ impl Guest {
         }
         let Some((_, job)) = here.job else { return Some(n).filter(|n| *n > 0) };
         let (send, sent) = mpsc::channel();
-        job(Box::new(move |reply| send.send(reply).unwrap()), &AtomicBool::new(false));
+        job(Box::new(move |reply| send.send(reply).unwrap()));
         let reply = sent.recv().unwrap();
         self.reply[..reply.len()].copy_from_slice(&reply);
         Some(reply.len())

@@ -72,7 +72,7 @@ impl Stub {
             gates.1.notify_all();
             reply(unique, if state.session == session { 0 } else { -libc::EINTR }, b"late")
         };
-        from.run(Wait::Lock, Box::new(move |back, _| back(wait())))
+        from.run(Wait::Lock, Box::new(move |back| back(wait())))
     }
 }
 

@@ -4,7 +4,6 @@
 use std::cell::{Cell, RefCell};
 use std::ffi::CStr;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, LazyLock};
 
 use libfuzzer_sys::fuzz_target;
@@ -390,7 +389,7 @@ fn serve(kept: &mut Kept, cuts: [u8; 2], room: usize, (crowded, may_wait): (bool
         assert!(!here.io, "it may wait");
     }
     if let Some((_, job)) = here.job.take() {
-        job(here.detach(), &AtomicBool::new(crowded));
+        job(here.detach());
         assert!(here.late.lock().unwrap().is_some());
     }
     if let Some(reply) = here.late.lock().unwrap().take() {

@@ -41,10 +41,14 @@ impl Handler for Any {
         match head[0] % 8 {
             0 => return work.writable.write_at(0, &all[..n]),
             1 => {}
+            2 | 3 if head[2] % 3 == 2 => match from.may_wait() {
+                true => return room,
+                false => from.serve_anew(None),
+            },
             2 | 3 => {
-                let wait = [Wait::Others, Wait::Lock, Wait::Host][usize::from(head[2] % 3)];
+                let wait = [Wait::Others, Wait::Lock][usize::from(head[2] % 3)];
                 // Fails if too many requests wait.
-                let _ = from.run(wait, Box::new(move |back, _| back(vec![1; usize::from(head[1])])));
+                let _ = from.run(wait, Box::new(move |back| back(vec![1; usize::from(head[1])])));
             }
             4 => from.detach()(vec![3; usize::from(head[1])]),
             // The reply is kept until the other thread, or the end of the input, drops it.

@@ -19,7 +19,6 @@ use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use rustix::pipe::{PipeFlags, pipe_with};
 use thruway::device::{self, Handler, Options};
-use thruway::fuse::ops::Wait;
 use thruway::fuse::{Transport, Work};
 use thruway_fuzz::Input;
 
@@ -33,7 +32,8 @@ impl Handler for Any {
         match head[0] % 4 {
             0 => return work.writable.write_at(0, b"0123456789abcdef"),
             1 => {}
-            2 => from.run(Wait::Host, Box::new(|back, _| back(vec![2; 16]))).unwrap(),
+            2 if from.may_wait() => return work.writable.write_at(0, &[2; 16]),
+            2 => from.serve_anew(None),
             _ => from.detach()(vec![3; 16]),
         }
         0

@@ -5,7 +5,6 @@ use std::fs;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::AtomicBool;
 
 use rustix::fs::{Mode, OFlags};
 use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_change};
@@ -176,7 +175,7 @@ impl Guest {
         }
         match here.job.take() {
             Some((Wait::Lock, _)) => return Err(libc::EINPROGRESS),
-            Some((_, job)) => job(here.detach(), &AtomicBool::new(false)),
+            Some((_, job)) => job(here.detach()),
             None if n == 0 => return Ok(&[]),
             None => assert!(n <= self.reply.len()),
         }

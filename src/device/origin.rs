@@ -1,6 +1,6 @@
 //! Where a request came from: the work that the queue's worker does not do itself, and the way back of a late reply.
 
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Once};
 use std::time::Instant;
 
@@ -147,19 +147,8 @@ impl<H: Handler> Transport for Origin<'_, H> {
 
     fn run(&mut self, wait: Wait, job: Job) -> Result<()> {
         self.tally.inspect(|tally| tally.handed_over());
-        let pool = match wait {
-            Wait::Host => {
-                let promise = self.ring.promise(self.head, self.segments, LATE_REPLY_BYTES);
-                let (busy, ring) = (self.ring.occupy(), self.ring.clone());
-                self.work(Box::new(move || {
-                    job(Box::new(move |reply| busy.complete(promise, reply)), ring.stopping());
-                }));
-                self.left = true;
-                return Ok(());
-            }
-            Wait::Others => &self.service.pools.others,
-            Wait::Lock => &self.service.pools.locks,
-        };
+        let pools = &self.service.pools;
+        let pool = if wait == Wait::Lock { &pools.locks } else { &pools.others };
         let (waits, back) = (Waits::new(&self.service.waiting), self.detach());
         let lock = (wait == Wait::Lock).then(|| Locked::new(self.ring.locks()));
         let back = Box::new(move |reply| {
@@ -169,7 +158,7 @@ impl<H: Handler> Transport for Origin<'_, H> {
             // First give the reply to the ring, then say that the request does not wait any more.
             drop(waits);
         });
-        self.left = pool.run(Box::new(move || job(back, &AtomicBool::new(false)))).is_ok();
+        self.left = pool.run(Box::new(move || job(back))).is_ok();
         if !self.left {
             Limit::LockThreads.reached();
         }

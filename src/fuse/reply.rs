@@ -233,7 +233,7 @@ impl<'a> Reply<'a> {
         let (meter, room) = (meter.detach(), writable.len());
         from.run(
             wait,
-            Box::new(move |back, _| {
+            Box::new(move |back| {
                 let mut reply = Reply::measured(unique, room, back, meter);
                 let result = serve(&mut reply);
                 reply.finish(result);

@@ -2,7 +2,6 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use rustix::io::Errno;
@@ -48,13 +47,13 @@ pub trait Transport: Send {
     /// The way back for a reply that comes from another thread. The length that
     /// [`Server::handle`](super::Server::handle) returns is then ignored.
     fn detach(&mut self) -> WayBack;
-    /// Like [`detach`](Self::detach), and runs `job` on a thread that may wait. `job` also gets a flag, which is set
-    /// when somebody waits for the end of the job.
+    /// Like [`detach`](Self::detach), and runs `job` on a thread that may `wait` for others or for a lock. What waits
+    /// for the host's file system is [served anew](Self::serve_anew).
     ///
     /// # Errors
     /// EAGAIN if too many requests wait. The request is not detached then.
     fn run(&mut self, wait: Wait, job: Job) -> Result<()>;
-    /// Whether somebody waits for the end of this request, which a thread that may wait serves.
+    /// Whether somebody waits for the end of this request.
     fn stopping(&self) -> bool {
         false
     }
@@ -76,7 +75,7 @@ pub type Stopping = Box<dyn FnOnce() -> bool>;
 pub type WayBack = Box<dyn FnOnce(Vec<u8>) + Send>;
 
 /// A job for [`Transport::run`].
-pub type Job = Box<dyn FnOnce(WayBack, &AtomicBool) + Send>;
+pub type Job = Box<dyn FnOnce(WayBack) + Send>;
 
 /// The data transfer of a READ or WRITE.
 pub struct Io {
