@@ -98,11 +98,16 @@ impl PassthroughFs {
         if told { self.timeout_of(leased) } else { Duration::ZERO }
     }
 
-    /// `leased`: the guest hears of changes.
-    fn attr_out(&self, node: &Inode, st: &Statx, leased: bool) -> AttrOut {
+    /// What the guest is told of a file, and how long it may use that. The windows hear of the size, and the file may
+    /// get DAX. `leased`: the guest hears of changes.
+    pub(super) fn tell(&self, node: &Inode, st: &Statx, leased: bool) -> (Attr, Duration) {
         let size = self.tell_size(node, st.stx_size);
         let valid = self.attr_timeout(st, leased && !node.has_writers());
-        let attr = Attr { size, flags: self.dax_flag(node, st), ..self.attr(st) };
+        (Attr { size, flags: self.dax_flag(node, st), ..self.attr(st) }, valid)
+    }
+
+    fn attr_out(&self, node: &Inode, st: &Statx, leased: bool) -> AttrOut {
+        let (attr, valid) = self.tell(node, st, leased);
         AttrOut { attr_valid: valid.as_secs(), attr_valid_nsec: valid.subsec_nanos(), dummy: 0, attr }
     }
 

@@ -18,7 +18,6 @@ use super::fd::{FdPath, stat};
 use super::handle::Handle;
 use super::host::HostFs;
 use super::inode::{Inode, Spare};
-use super::lease::Found;
 use super::name::Purpose;
 use super::opens::{Opened, Use};
 use super::seen::Seen;
@@ -267,7 +266,7 @@ impl PassthroughFs {
     ) -> Result<()> {
         let parent = self.inodes.get(parent)?;
         let (inode, entry) = parent.with_fd(&self.places, |dir| {
-            let sight = self.sight(&parent, dir);
+            let sight = name.map(|name| self.sight(&parent, dir, name));
             let Seen { st, key, .. } = Seen::of(&parent, file.as_fd(), name)?;
             let place = match st.stx_nlink {
                 // It has no name, and so no handle opens it once it is closed.
@@ -275,12 +274,9 @@ impl PassthroughFs {
                 _ => self.places.place_open(file.as_fd())?,
             };
             let inode = self.inodes.learn(key, place);
-            let entry = match name {
-                Some(name) => {
-                    self.agents.tell(parent.id, name.to_bytes(), inode.id);
-                    self.found(sight, Found { parent: &parent, dir, name }, &inode, st)
-                }
-                None => self.entry(&parent, &inode, &st, false),
+            let entry = match sight {
+                Some(sight) => self.found(&sight, &inode, st, Purpose::Settled),
+                None => self.observed(&parent, &inode, &st, false, self.timeout),
             };
             Ok((inode, entry))
         })?;

@@ -67,23 +67,19 @@ const FS_CASEFOLD_FL: u32 = 0x4000_0000;
 /// As many as somebody would read. A share has few.
 const UNWATCHED: usize = 16;
 
-/// What was watched before a name was looked at.
+/// A name, and what was watched before it was looked at.
 #[derive(Clone, Copy)]
-pub(super) struct Sight {
+pub(super) struct Sight<'a> {
+    pub parent: &'a Arc<Inode>,
+    /// A descriptor of the directory.
+    pub dir: BorrowedFd<'a>,
+    pub name: &'a CStr,
     /// Events that were handled, in a session that has a watch.
     handled: Option<u64>,
     /// The directory is marked.
     pub named: bool,
     /// Its names are the same in upper and lower case.
     pub folds: bool,
-}
-
-/// Where a file was found.
-#[derive(Clone, Copy)]
-pub(super) struct Found<'a> {
-    pub parent: &'a Arc<Inode>,
-    pub dir: BorrowedFd<'a>,
-    pub name: &'a CStr,
 }
 
 /// A point at which a test may step in.
@@ -143,13 +139,12 @@ impl PassthroughFs {
     }
 
     /// To be called before a name in this directory is looked at.
-    pub(super) fn sight(&self, parent: &Arc<Inode>, dir: BorrowedFd) -> Sight {
-        let Some(watch) = self.watch().filter(|_| !self.is_apart(parent)) else {
-            return Sight { handled: None, named: false, folds: false };
-        };
+    pub(super) fn sight<'a>(&self, parent: &'a Arc<Inode>, dir: BorrowedFd<'a>, name: &'a CStr) -> Sight<'a> {
+        let sight = Sight { parent, dir, name, handled: None, named: false, folds: false };
+        let Some(watch) = self.watch().filter(|_| !self.is_apart(parent)) else { return sight };
         let handled = Some(watch.handled());
         let named = watch.is_marked(parent.id) || self.mark(watch, parent, dir);
-        Sight { handled, named, folds: self.folds_case(parent, dir) }
+        Sight { handled, named, folds: self.folds_case(parent, dir), ..sight }
     }
 
     /// Whether names of a directory are the same in upper and lower case. A change is then told by another name than
@@ -204,22 +199,22 @@ impl PassthroughFs {
 
     /// Whether the attributes of a file that was just found may be leased. Reads them again if it was not watched
     /// before.
-    pub(super) fn covers(&self, sight: Sight, found: Found, inode: &Arc<Inode>, st: &mut Statx) -> bool {
+    pub(super) fn covers(&self, sight: &Sight, inode: &Arc<Inode>, st: &mut Statx) -> bool {
         let (Some(watch), Some(handled)) = (self.watch(), sight.handled) else { return false };
         if self.is_dir_apart(inode) {
             return false;
         }
         at(Point::BeforeTable);
-        let here = (inode.key.mount, inode.key.dev) == (found.parent.key.mount, found.parent.key.dev);
+        let here = (inode.key.mount, inode.key.dev) == (sight.parent.key.mount, sight.parent.key.dev);
         if inode.format() != libc::S_IFDIR && st.stx_nlink == 1 && here {
-            let id = || self.file_id(found, inode, st);
-            return sight.named && watch.found(inode.id, found.parent.id, handled, id);
+            let id = || self.file_id(sight, inode, st);
+            return sight.named && watch.found(inode.id, sight.parent.id, handled, id);
         }
-        let marked = watch.is_marked(inode.id) || self.mark_found(watch, found, inode);
+        let marked = watch.is_marked(inode.id) || self.mark_found(watch, sight, inode);
         // They may be from before the mark.
-        let again = if marked { stat(found.dir, found.name) } else { return false };
+        let again = if marked { stat(sight.dir, sight.name) } else { return false };
         match again {
-            Ok(again) if inode.key.is_of(found.dir, found.name, &again) => {
+            Ok(again) if inode.key.is_of(sight.dir, sight.name, &again) => {
                 *st = again;
                 true
             }
@@ -227,20 +222,20 @@ impl PassthroughFs {
         }
     }
 
-    fn mark_found(&self, watch: &Watch, found: Found, inode: &Arc<Inode>) -> bool {
-        let Ok(fd) = open_path(found.dir, found.name) else { return false };
+    fn mark_found(&self, watch: &Watch, sight: &Sight, inode: &Arc<Inode>) -> bool {
+        let Ok(fd) = open_path(sight.dir, sight.name) else { return false };
         inode.is_at(fd.as_fd()) == Ok(true) && self.mark(watch, inode, fd.as_fd())
     }
 
     /// By what the watch knows a file.
-    fn file_id(&self, found: Found, inode: &Arc<Inode>, st: &Statx) -> Option<FileId> {
+    fn file_id(&self, sight: &Sight, inode: &Arc<Inode>, st: &Statx) -> Option<FileId> {
         if let Some(file) = inode.file_id() {
             return Some(file);
         }
-        let file = sys::file_id(found.dir, found.name).ok()?;
+        let file = sys::file_id(sight.dir, sight.name).ok()?;
         // If the name led to another file for a moment, this file was renamed, which changes its ctime.
-        let again = stat(found.dir, found.name).ok()?;
-        (inode.key.is_of(found.dir, found.name, &again) && ctime(&again) == ctime(st)).then_some(file)
+        let again = stat(sight.dir, sight.name).ok()?;
+        (inode.key.is_of(sight.dir, sight.name, &again) && ctime(&again) == ctime(st)).then_some(file)
     }
 
     /// The attributes of a known file, and whether they may be leased. `look` reads them.
@@ -274,7 +269,7 @@ impl PassthroughFs {
     }
 
     /// How long a name may be kept. No event says that a mount is gone.
-    pub(super) fn name_timeout(&self, sight: Sight, inode: &Inode) -> Duration {
+    pub(super) fn name_timeout(&self, sight: &Sight, inode: &Inode) -> Duration {
         self.timeout_of(sight.named && !sight.folds && !self.is_dir_apart(inode))
     }
 

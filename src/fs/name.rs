@@ -3,6 +3,7 @@
 use std::ffi::CStr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
+use std::time::Duration;
 
 use rustix::fs::{
     AtFlags, CWD, FileType, Mode, RenameFlags, Statx, linkat, mkdirat, mknodat, readlinkat_raw, renameat_with,
@@ -15,7 +16,7 @@ use super::cred::Identity;
 use super::fd::{FdPath, open_path, stat};
 use super::inode::{Inode, Lent, Place};
 use super::key::ToldBy;
-use super::lease::{Found, Point, Sight, at};
+use super::lease::{Point, Sight, at};
 use super::path::is_name;
 use super::seen::Seen;
 use super::waits::may_wait;
@@ -64,10 +65,7 @@ impl PassthroughFs {
         parent.with_fd(&self.places, |dir| f(&parent, dir))
     }
 
-    /// The entry `name`, with one more reference for the guest.
-    ///
-    /// # Errors
-    /// WOULD_WAIT if the file has yet to get its times.
+    /// As [`observe`](Self::observe).
     pub(super) fn enter(
         &self,
         parent: &Arc<Inode>,
@@ -75,35 +73,45 @@ impl PassthroughFs {
         name: &CStr,
         purpose: Purpose,
     ) -> Result<EntryOut> {
-        let sight = self.sight(parent, dir);
-        let found = Found { parent, dir, name };
-        let told = |entry: EntryOut| {
-            if purpose != Purpose::Repeated {
-                self.agents.tell(parent.id, name.to_bytes(), entry.nodeid);
-            }
-            entry
-        };
+        self.observe(&self.sight(parent, dir, name), purpose)
+    }
+
+    /// What a name leads to. The guest gets one more reference to it.
+    ///
+    /// # Errors
+    /// WOULD_WAIT if the file has yet to get its times.
+    fn observe(&self, sight: &Sight, purpose: Purpose) -> Result<EntryOut> {
         at(Point::BeforeStat);
-        let Seen { st, key, fd } = Seen::at(parent, dir, name)?;
+        let seen = Seen::at(sight.parent, sight.dir, sight.name)?;
         at(Point::AfterStat);
-        if let Some(inode) = self.inodes.known(&key) {
+        let (inode, st) = self.reference(sight, seen, purpose)?;
+        Ok(self.found(sight, &inode, st, purpose))
+    }
+
+    /// The inode of a file that was seen by its name, with one more reference for the guest, and its attributes.
+    fn reference(
+        &self,
+        &Sight { parent, dir, name, .. }: &Sight,
+        seen: Seen,
+        purpose: Purpose,
+    ) -> Result<(Arc<Inode>, Statx)> {
+        if let Some(inode) = self.inodes.known(&seen.key) {
             let settled = matches!(purpose, Purpose::Settled | Purpose::Repeated);
             if !settled && self.owes_times(inode.id) {
                 self.unlearn(inode.id, 1);
                 return Err(WOULD_WAIT);
             }
             inode.moved(parent, name);
-            return Ok(told(self.found(sight, found, &inode, st)));
+            return Ok((inode, seen.st));
         }
         self.inodes.have_room()?;
         // Only as long as it is open, that is the file's key.
-        if purpose == Purpose::Listing && key.told_by() != ToldBy::OpenHandle {
-            let inode = self.inodes.learn(key, Place::Name(parent.clone(), name.into()));
-            return Ok(told(self.found(sight, found, &inode, st)));
+        if purpose == Purpose::Listing && seen.key.told_by() != ToldBy::OpenHandle {
+            return Ok((self.inodes.learn(seen.key, Place::Name(parent.clone(), name.into())), seen.st));
         }
-        let (fd, Seen { st, key, .. }) = match fd {
-            Some(fd) => (fd, Seen { st, key, fd: None }),
-            None => {
+        let (fd, Seen { st, key, .. }) = match seen {
+            Seen { st, key, fd: Some(fd) } => (fd, Seen { st, key, fd: None }),
+            _ => {
                 let fd = open_path(dir, name)?;
                 let seen = Seen::of(parent, fd.as_fd(), Some(name))?;
                 (fd, seen)
@@ -114,29 +122,36 @@ impl PassthroughFs {
         if let Some(fd) = spare {
             inode.keep_named(&self.places, fd);
         }
-        Ok(told(self.found(sight, found, &inode, st)))
+        Ok((inode, st))
     }
 
-    /// An entry with leases, as far as the file and its name are watched.
-    pub(super) fn found(&self, sight: Sight, found: Found, inode: &Arc<Inode>, mut st: Statx) -> EntryOut {
-        inode.found_in(found.parent.id);
-        let covered = self.covers(sight, found, inode, &mut st);
-        let names = self.name_timeout(sight, inode);
-        let mut entry = self.entry(found.parent, inode, &st, covered);
-        (entry.entry_valid, entry.entry_valid_nsec) = (names.as_secs(), names.subsec_nanos());
+    /// What the guest is told of a file that it finds by its name: with leases, as far as both are watched.
+    pub(super) fn found(&self, sight: &Sight, inode: &Arc<Inode>, mut st: Statx, purpose: Purpose) -> EntryOut {
+        inode.found_in(sight.parent.id);
+        let leased = self.covers(sight, inode, &mut st);
+        let name = self.name_timeout(sight, inode);
+        let entry = self.observed(sight.parent, inode, &st, leased, name);
         at(Point::BeforeReply);
+        if purpose != Purpose::Repeated {
+            self.agents.tell(sight.parent.id, sight.name.to_bytes(), entry.nodeid);
+        }
         entry
     }
 
-    /// `leased`: the guest hears of changes of the attributes.
-    pub(super) fn entry(&self, parent: &Inode, inode: &Arc<Inode>, st: &Statx, leased: bool) -> EntryOut {
-        let size = self.tell_size(inode, st.stx_size);
+    /// What the guest is told of a file that it gets a reference to. All who go by what it knows hear of that here.
+    /// `leased`: the guest hears of changes of the attributes. `name`: how long it may keep the name.
+    pub(super) fn observed(
+        &self,
+        parent: &Inode,
+        inode: &Arc<Inode>,
+        st: &Statx,
+        leased: bool,
+        name: Duration,
+    ) -> EntryOut {
         self.saw(inode, st);
-        let valid = self.attr_timeout(st, leased && !inode.has_writers());
-        let mut attr = Attr { size, flags: self.dax_flag(inode, st), ..self.attr(st) };
-        let directory = inode.format() == libc::S_IFDIR;
+        let (mut attr, valid) = self.tell(inode, st, leased);
         if inode.key.mount != parent.key.mount {
-            if directory && self.has(InitFlags::SUBMOUNTS) {
+            if inode.format() == libc::S_IFDIR && self.has(InitFlags::SUBMOUNTS) {
                 attr.flags |= ATTR_SUBMOUNT;
             }
             if self.hosts.known(inode.key.dev).is_none() {
@@ -147,9 +162,9 @@ impl PassthroughFs {
         EntryOut {
             nodeid: inode.id,
             generation: 0,
-            entry_valid: self.timeout.as_secs(),
+            entry_valid: name.as_secs(),
             attr_valid: valid.as_secs(),
-            entry_valid_nsec: self.timeout.subsec_nanos(),
+            entry_valid_nsec: name.subsec_nanos(),
             attr_valid_nsec: valid.subsec_nanos(),
             attr,
         }
@@ -180,9 +195,10 @@ impl PassthroughFs {
 
     pub(super) fn find(&self, parent: u64, name: &CStr, purpose: Purpose) -> Result<EntryOut> {
         self.within(parent, name, |parent, dir| {
-            let leased = self.sight(parent, dir).named && self.hears();
+            let sight = self.sight(parent, dir, name);
+            let leased = sight.named && self.hears();
             let kept = leased || !self.config.negative_timeout.is_zero();
-            match self.enter(parent, dir, name, purpose) {
+            match self.observe(&sight, purpose) {
                 Err(Errno::NOENT) if kept && !self.folds_case(parent, dir) => Ok(self.missing(leased)),
                 found => found,
             }
@@ -250,10 +266,9 @@ impl PassthroughFs {
         }
     }
 
-    /// The guest has moved a file to this place. It takes its leases along. `sight`: of the directory, if it is
-    /// watched.
-    fn follow(&self, sight: Option<Sight>, dir: BorrowedFd, name: &CStr, parent: &Inode) {
-        if sight.is_some_and(|sight| !sight.named) {
+    /// The guest has moved a file to this place. It takes its leases along.
+    fn follow(&self, Sight { parent, dir, name, named, .. }: Sight) {
+        if self.watch().is_some() && !named {
             announce::look_up_again(&self.agents, parent.id, name.to_bytes());
             self.agents.hand_out();
         }
@@ -343,7 +358,7 @@ impl Names for PassthroughFs {
         self.within(parent, name, |old, dir| {
             self.within(newparent, newname, |new, newdir| {
                 // Whatever moves into it is watched then.
-                let moves = self.watch().map(|_| (self.sight(old, dir), self.sight(new, newdir)));
+                let (from, to) = (self.sight(old, dir, name), self.sight(new, newdir, newname));
                 self.pin((old, dir), name, false);
                 let over = self.pin((new, newdir), newname, !flags.contains(RenameFlags::EXCHANGE));
                 if flags.contains(RenameFlags::WHITEOUT) {
@@ -355,11 +370,10 @@ impl Names for PassthroughFs {
                 over.into_iter().for_each(|inode| self.was_removed(&inode));
                 self.agents.tell(parent, name.to_bytes(), 0);
                 self.agents.tell(newparent, newname.to_bytes(), 0);
-                if moves.is_some() || old.id != new.id {
-                    let (from, to) = moves.unzip();
-                    self.follow(to, newdir, newname, new);
+                if self.watch().is_some() || old.id != new.id {
+                    self.follow(to);
                     if flags.contains(RenameFlags::EXCHANGE) {
-                        self.follow(from, dir, name, old);
+                        self.follow(from);
                     }
                 }
                 Ok(())

@@ -44,10 +44,7 @@ impl Repeats for PassthroughFs {
     fn known_attr(&self, node: u64) -> Result<Attr> {
         let inode = self.inodes.get(node)?;
         Ok(match inode.stat(&self.places) {
-            Ok(st) => {
-                let size = self.tell_size(&inode, st.stx_size);
-                Attr { size, flags: self.dax_flag(&inode, &st), ..self.attr(&st) }
-            }
+            Ok(st) => self.tell(&inode, &st, false).0,
             Err(_) => {
                 let mode = inode.format() | 0o600;
                 Attr { ino: inode.key.ino, size: inode.told_size(), mode, ..Attr::default() }
