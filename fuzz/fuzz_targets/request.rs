@@ -380,6 +380,7 @@ fn serve(kept: &mut Kept, cuts: [u8; 2], room: usize, (crowded, may_wait): (bool
         let (header, _) = OutHeader::read_from_prefix(reply).unwrap();
         assert_eq!((header.len as usize, header.unique), (reply.len(), unique));
         assert!((-4095..=0).contains(&header.error) && (header.error == 0 || reply.len() == 16));
+        assert_ne!(header.error, -WOULD_WAIT.raw_os_error());
     };
     let mut here = Here { crowded, may_wait, ..Here::default() };
     let mut len = server.handle(work, &mut here);
