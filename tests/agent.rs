@@ -74,6 +74,7 @@ struct Guest {
     dir: TempDir,
     hidden: u64,
     marker: u64,
+    token: String,
     /// The batch that the agent carries out.
     batch: u64,
 }
@@ -89,7 +90,8 @@ impl Guest {
         let root: OwnedFd = rustix::fs::open(dir.path(), flags, Mode::empty()).unwrap();
         let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), config).unwrap();
         let server = Server::new(fs.with_watch(Some(Watch::new().unwrap())).unwrap());
-        let mut guest = Self { server, work: Work::default(), dir, hidden: 0, marker: 0, batch: 0 };
+        let mut guest =
+            Self { server, work: Work::default(), dir, hidden: 0, marker: 0, token: String::new(), batch: 0 };
         let init = InitIn { major: 7, minor: 45, flags: u32::MAX, flags2: 0, ..Default::default() };
         guest.call(0, Opcode::Init, 0, &[init.as_bytes()]).unwrap();
         guest
@@ -167,6 +169,7 @@ impl Guest {
         self.hidden = self.lookup(AGENT, &hello.token).unwrap().nodeid;
         self.marker = self.mknod(AGENT, self.hidden, MARKER).unwrap().nodeid;
         self.call(AGENT, Opcode::Unlink, self.hidden, &[MARKER.as_bytes(), b"\0"]).unwrap();
+        self.token = hello.token;
         assert!(self.hidden >= PHANTOMS && self.marker >= PHANTOMS);
         // The guest may have missed something of what it knows.
         let all = self.batch(|_| {});
@@ -194,15 +197,19 @@ impl Guest {
         self.got(&parked)
     }
 
-    fn forget(&mut self, node: u64) {
-        let args = ForgetIn { nlookup: 2 };
+    fn forget(&mut self, node: u64, nlookup: u64) {
+        let args = ForgetIn { nlookup };
         assert!(self.send(0, Opcode::Forget, node, &[args.as_bytes()]).unwrap().is_empty());
     }
 }
 
-/// Another process than the daemon makes a directory.
+/// Another process than the daemon runs a command.
+fn sh(command: &str) {
+    assert!(Command::new("sh").args(["-c", command]).status().unwrap().success());
+}
+
 fn mkdir(path: &Path) {
-    assert!(Command::new("mkdir").arg(path).status().unwrap().success());
+    sh(&format!("mkdir {}", path.display()));
 }
 
 fn file(dir: &Path, name: &str) {
@@ -254,7 +261,7 @@ fn the_agent_changes_nothing_that_it_was_not_asked_for() {
     guest.call(USER, Opcode::Unlink, ROOT_ID, &[b"kept\0"]).unwrap();
     assert!(!guest.dir.path().join("kept").exists());
     // When its process is gone, the thread id may be a user's.
-    guest.forget(guest.marker);
+    guest.forget(guest.marker, 2);
     guest.call(AGENT, Opcode::Rmdir, ROOT_ID, &[b"new\0"]).unwrap();
     assert!(!guest.dir.path().join("new").exists());
 }
@@ -283,6 +290,88 @@ fn what_it_repeats_is_a_phantom_for_a_moment() {
     assert_eq!(guest.lookup(AGENT, "seen").unwrap().nodeid, node);
     let made = [MkdirIn::default().as_bytes(), b"seen\0"].concat();
     assert_eq!(guest.call(AGENT, Opcode::Mkdir, ROOT_ID, &[&made]), Err(libc::EEXIST));
+}
+
+#[test]
+fn a_directory_that_is_known_is_made_before_watchers() {
+    let mut guest = Guest::new();
+    guest.register();
+    let batch = guest.batch(|dir| mkdir(&dir.join("new")));
+    let index = batch.changes.iter().position(|change| change.place.name == b"new").unwrap();
+    let aside = format!("{}.{index}", guest.token);
+    let made = |name: &str| [MkdirIn::default().as_bytes(), name.as_bytes(), b"\0"].concat();
+    // Nobody has looked it up, so it need not be put aside.
+    assert_eq!(guest.lookup(AGENT, &aside).unwrap_err(), libc::ENOENT);
+    let node = guest.lookup(USER, "new").unwrap().nodeid;
+    // It is the agent who puts it aside.
+    assert_eq!(guest.lookup(USER, &aside).unwrap_err(), libc::ENOENT);
+    let moved = guest.lookup(AGENT, &aside).unwrap();
+    assert_eq!((moved.nodeid, moved.entry_valid, moved.attr_valid), (node, 0, 0));
+    // If its name was not found at its moment, what is mounted on it would be gone.
+    assert_eq!(guest.lookup(USER, &aside).unwrap().nodeid, node);
+    assert_eq!(guest.lookup(AGENT, "new").unwrap_err(), libc::ENOENT);
+    let back = guest.entry(AGENT, Opcode::Mkdir, ROOT_ID, &[&made("new")]).unwrap();
+    assert_eq!((back.nodeid, back.entry_valid, back.attr_valid), (node, 0, 0));
+    assert_eq!(guest.lookup(USER, &aside).map_or(0, |entry| entry.nodeid), 0);
+    assert_eq!(guest.call(AGENT, Opcode::Mkdir, ROOT_ID, &[&made("new")]), Err(libc::EEXIST));
+    // Somebody else finds it by its name while it is aside: it is there.
+    let mut batch = guest.batch(|dir| mkdir(&dir.join("other")));
+    while !batch.changes.iter().any(|change| change.place.name == b"other") {
+        batch = guest.batch(|_| {});
+    }
+    let index = batch.changes.iter().position(|change| change.place.name == b"other").unwrap();
+    let node = guest.lookup(USER, "other").unwrap().nodeid;
+    assert_eq!(guest.lookup(AGENT, &format!("{}.{index}", guest.token)).unwrap().nodeid, node);
+    assert_eq!(guest.lookup(USER, "other").unwrap().nodeid, node);
+    assert_eq!(guest.lookup(AGENT, "other").unwrap().nodeid, node);
+    assert_eq!(guest.call(AGENT, Opcode::Mkdir, ROOT_ID, &[&made("other")]), Err(libc::EEXIST));
+}
+
+#[test]
+fn it_is_told_the_present_state_and_keeps_nothing() {
+    let mut guest = Guest::new();
+    let path = guest.dir.path().join("file");
+    std::fs::write(&path, "four").unwrap();
+    std::fs::hard_link(&path, guest.dir.path().join("second")).unwrap();
+    let node = guest.lookup(USER, "file").unwrap().nodeid;
+    assert_eq!(guest.lookup(USER, "second").unwrap().nodeid, node);
+    guest.register();
+    let attr = |guest: &mut Guest, opcode, args: &[u8]| {
+        let body = guest.call(AGENT, opcode, node, &[args]).unwrap();
+        AttrOut::read_from_bytes(&body).unwrap()
+    };
+    let times = SetattrIn { valid: SetattrValid::MTIME.bits(), mtime: 7, ..Default::default() };
+    guest.batch(|dir| sh(&format!("printf more >>{}", dir.join("file").display())));
+    // It changes again before the agent has looked.
+    sh(&format!("printf even-more >>{}", path.display()));
+    let looked = attr(&mut guest, Opcode::Getattr, GetattrIn::default().as_bytes());
+    let set = attr(&mut guest, Opcode::Setattr, times.as_bytes());
+    assert_eq!((looked.attr.size, set.attr.size, set.attr.nlink), (17, 17, 2));
+    // The kernel drops its pages, since the time is another one.
+    assert_eq!(looked.attr.mtimensec, set.attr.mtimensec ^ 1);
+    assert_ne!(set.attr.mtime, 7);
+    let entry = guest.lookup(AGENT, "file").unwrap();
+    assert_eq!((entry.nodeid, entry.entry_valid, entry.attr_valid), (node, 0, 0));
+    // A file that is opened for its event keeps its pages.
+    let open = OpenIn { flags: libc::O_WRONLY as u32, open_flags: 0 };
+    let open = guest.call(AGENT, Opcode::Open, node, &[open.as_bytes()]).unwrap();
+    let flags = OpenFlags::from_bits_retain(OpenOut::read_from_bytes(&open).unwrap().open_flags);
+    assert!(flags.contains(OpenFlags::KEEP_CACHE));
+    // The kernel takes one from the number of names when it repeats a removal. Its watches end at 0.
+    let mut batch = guest.batch(|dir| sh(&format!("rm {}", dir.join("second").display())));
+    while !batch.changes.iter().any(|change| change.has(ops::REMOVE)) {
+        batch = guest.batch(|_| {});
+    }
+    let looked = attr(&mut guest, Opcode::Getattr, GetattrIn::default().as_bytes());
+    assert_eq!((looked.attr.nlink, looked.attr_valid), (2, 0));
+    let entry = guest.lookup(AGENT, "second").unwrap();
+    assert_eq!((entry.nodeid, entry.attr.nlink, entry.entry_valid), (node, 2, 0));
+    // Two lookups of the user, one of a name and one of what is removed: that many references.
+    guest.forget(node, 3);
+    guest.call(USER, Opcode::Getattr, node, &[GetattrIn::default().as_bytes()]).unwrap();
+    guest.forget(node, 1);
+    let gone = guest.call(USER, Opcode::Getattr, node, &[GetattrIn::default().as_bytes()]);
+    assert_eq!(gone.unwrap_err(), libc::ESTALE);
 }
 
 #[test]
@@ -343,7 +432,7 @@ fn there_are_leases_while_the_agent_keeps_up() {
     assert_eq!((missing.nodeid, missing.entry_valid), (0, 60));
     // The guest keeps the listing.
     assert_eq!(opendir(&mut guest), (OpenFlags::KEEP_CACHE | OpenFlags::CACHE_DIR).bits());
-    guest.forget(guest.marker);
+    guest.forget(guest.marker, 2);
     assert_eq!((guest.lookup(USER, "file").unwrap().entry_valid, opendir(&mut guest)), (1, 0));
     assert_eq!(guest.lookup(USER, "none").unwrap_err(), libc::ENOENT);
     // Its reply was dropped, which answers EIO.

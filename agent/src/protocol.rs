@@ -64,6 +64,9 @@ pub const PHANTOMS: u64 = 1 << 62;
 /// The name of the file that an agent makes to register, in the directory that its token names.
 pub const MARKER: &str = "agent";
 
+/// Stands between the token and the change's place in its batch, in the name by which a directory is put aside.
+pub const ASIDE: char = '.';
+
 /// A name, a node, or both have changed. These bits say how, and the agent repeats them in this order.
 pub mod ops {
     /// The name was made.

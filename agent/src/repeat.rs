@@ -11,7 +11,7 @@ use rustix::fs::{
     UTIME_OMIT, mkdirat, mknodat, openat, openat2, readlinkat, renameat_with, statx, unlinkat, utimensat,
 };
 use rustix::io::Errno;
-use thruway_guest::protocol::{Batch, Change, Done, FOUND, Found, MESSAGE, PATH, Place, QUIET, ops};
+use thruway_guest::protocol::{ASIDE, Batch, Change, Done, FOUND, Found, MESSAGE, PATH, Place, QUIET, ops};
 
 use crate::sys;
 use crate::watched::Watched;
@@ -39,6 +39,8 @@ pub struct Hands<'a> {
     pub root: BorrowedFd<'a>,
     /// The directory that stands for all that the guest does not know.
     pub hidden: BorrowedFd<'a>,
+    /// The name of that directory.
+    token: &'a str,
     /// The share's device number.
     dev: u64,
     /// The directory of the change before.
@@ -50,6 +52,8 @@ pub struct Hands<'a> {
     /// Directories that were opened by handle. The kernel would forget them if they were closed, and could not open
     /// them by handle again.
     held: HashMap<u64, OwnedFd>,
+    /// What is watched, as far as the batch has asked for it.
+    watched: Option<Option<Watched>>,
 }
 
 /// A place whose directory is open.
@@ -59,8 +63,9 @@ struct Here<'a> {
 }
 
 impl<'a> Hands<'a> {
-    pub fn new(root: BorrowedFd<'a>, hidden: BorrowedFd<'a>, dev: u64) -> Self {
-        Self { root, hidden, dev, last: None, paths: HashMap::new(), moves: false, held: HashMap::new() }
+    pub fn new(root: BorrowedFd<'a>, hidden: BorrowedFd<'a>, token: &'a str, dev: u64) -> Self {
+        let (paths, held) = (HashMap::new(), HashMap::new());
+        Self { root, hidden, token, dev, last: None, paths, moves: false, held, watched: None }
     }
 
     /// Carries out a batch. Returns what to say of it.
@@ -83,6 +88,7 @@ impl<'a> Hands<'a> {
         let changes = &batch.changes;
         let look = changes.len() >= MANY && !batch.moves;
         let watched = look.then(|| Watched::look(self.dev)).flatten();
+        self.watched = look.then(|| watched.clone());
         let (mut quiet, mut listed) = (Vec::new(), HashSet::new());
         for (index, change) in changes.iter().enumerate() {
             if watched.as_ref().is_some_and(|watched| watched.misses(change) && !self.replaces(change, watched)) {
@@ -171,7 +177,7 @@ impl<'a> Hands<'a> {
             here.settle(root, index);
             return Ok(false);
         }
-        let mut listed = change.has(ops::REMOVE);
+        let (mut listed, mut known) = (change.has(ops::REMOVE), false);
         let more = change.has(ops::CONTENTS | ops::CLOSED | ops::ATTRIBUTES);
         if change.has(ops::CREATE) {
             let new = change.node == 0 && change.has(ops::CLOSED) && !change.has(ops::DIRECTORY | ops::REMOVE);
@@ -179,7 +185,7 @@ impl<'a> Hands<'a> {
                 Ok(()) if new => return Ok(true),
                 Ok(()) => listed = true,
                 // The guest knows it already.
-                Err(Errno::EXIST) => {}
+                Err(Errno::EXIST) => known = change.has(ops::DIRECTORY),
                 Err(errno) => return Err(errno),
             }
             // It is another name of a file that the guest knows.
@@ -190,6 +196,10 @@ impl<'a> Hands<'a> {
                     .or_else(stale)?;
             }
         }
+        if known {
+            listed |= self.make_known(index, change)?;
+        }
+        let here = self.here(&change.place)?;
         if more {
             match here.open() {
                 Ok(file) if is_of(root, index, change, sys::node_of(file.as_fd())?) => touch(file.as_fd(), change)?,
@@ -206,6 +216,30 @@ impl<'a> Hands<'a> {
             removed?;
         }
         Ok(listed)
+    }
+
+    /// Makes the name of a directory that the guest knows already, for those who watch. It gets another name for that
+    /// moment. Returns whether the name was made.
+    fn make_known(&mut self, index: u32, change: &Change) -> Result<bool> {
+        let dev = self.dev;
+        let watched = self.watched.get_or_insert_with(|| Watched::look(dev));
+        if watched.as_ref().is_some_and(|watched| !watched.has(change.place.dir)) {
+            return Ok(false);
+        }
+        let (root, aside) = (self.root, CString::new(format!("{}{ASIDE}{index}", self.token)));
+        let here = self.here(&change.place)?;
+        // The kernel locks the directory for it, so no lookup is under way that brings it back unseen.
+        match mkdirat(here.dir, aside.unwrap_or_default(), Mode::empty()) {
+            Err(Errno::EXIST) => match here.make(change) {
+                Ok(()) => Ok(true),
+                Err(_) => {
+                    // If it is still aside, this brings it back.
+                    here.settle(root, index);
+                    Ok(false)
+                }
+            },
+            _ => Ok(false),
+        }
     }
 
     /// Ends the names by which the kernel knows a file, so that it asks for each of them again. An open by handle ends

@@ -174,7 +174,7 @@ impl Share {
 
     fn serve(self: &Arc<Self>, registered: &Registered) -> Result<()> {
         let root = self.root.as_fd();
-        let mut hands = Hands::new(root, registered.hidden.as_fd(), self.dev);
+        let mut hands = Hands::new(root, registered.hidden.as_fd(), &registered.token, self.dev);
         let mut done = Done::default();
         self.say("changes by others are repeated".into());
         loop {
@@ -200,6 +200,8 @@ impl Share {
 /// A thread that the daemon knows as the agent's.
 struct Registered {
     hidden: OwnedFd,
+    /// See [`Hello`].
+    token: String,
     /// The guest's kernel tells the daemon when nobody has this open any more.
     _marker: OwnedFd,
 }
@@ -212,6 +214,6 @@ impl Registered {
         mknodat(&hidden, MARKER, FileType::RegularFile, Mode::RUSR, 0)?;
         let marker = openat(&hidden, MARKER, path, Mode::empty())?;
         unlinkat(&hidden, MARKER, AtFlags::empty())?;
-        Ok(Self { hidden, _marker: marker })
+        Ok(Self { hidden, token: hello.token, _marker: marker })
     }
 }

@@ -24,7 +24,9 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 use rustix::io::Errno;
-use thruway_guest::protocol::{Batch, Change, Done, Found, Hello, MESSAGE, PHANTOMS, Place, VERSION, WAIT_MS, ops};
+use thruway_guest::protocol::{
+    ASIDE, Batch, Change, Done, Found, Hello, MESSAGE, PHANTOMS, Place, VERSION, WAIT_MS, ops,
+};
 
 use crate::limits::{AGENT_CHANGES, AGENT_PATIENCE, AGENT_THREADS, Limit};
 use crate::watch::FileId;
@@ -33,6 +35,9 @@ pub use list::Other;
 use told::Told;
 
 type Result<T> = std::result::Result<T, Errno>;
+
+/// How each token begins.
+const TOKEN_START: &str = ".thruway-";
 
 /// Takes a batch, as bytes, to the thread that waits for it.
 pub type Answer = Box<dyn FnOnce(Vec<u8>) + Send>;
@@ -162,6 +167,8 @@ pub struct Work {
     pub asked: bool,
     /// It cannot be repeated: requests for it are answered as anybody's.
     pub given_up: bool,
+    /// The directory that the guest has under another name for a moment. 0: none.
+    pub aside: u64,
 }
 
 impl Work {
@@ -196,6 +203,8 @@ pub enum Made {
     Marker(u64),
     /// The name of a change, by this phantom.
     Name(u64),
+    /// The name of this directory, which was aside.
+    Back(u64),
     /// It was not asked for.
     Refused,
 }
@@ -304,7 +313,7 @@ impl Agents {
         if version != VERSION {
             return Err(Errno::PROTO);
         }
-        let token = format!(".thruway-{:016x}{:08x}", random(), random() >> 32);
+        let token = format!("{TOKEN_START}{:016x}{:08x}", random(), random() >> 32);
         let mut state = self.state.lock();
         let mut over = state.threads.iter().position(|thread| thread.pid == pid);
         if over.is_none() && state.threads.len() >= AGENT_THREADS {
@@ -371,10 +380,32 @@ impl Agents {
         match thread.work().find(wanted) {
             Some(work) => {
                 work.created = true;
-                Made::Name(work.phantom)
+                if work.aside == 0 { Made::Name(work.phantom) } else { Made::Back(work.aside) }
             }
             None => Made::Refused,
         }
+    }
+
+    /// The change of a new directory whose name is put aside by this one, and whether that is asked by its thread.
+    pub fn aside(&self, pid: u32, parent: u64, name: &[u8]) -> Option<(Work, bool)> {
+        if !name.starts_with(TOKEN_START.as_bytes()) {
+            return None;
+        }
+        let (token, index) = std::str::from_utf8(name).ok()?.rsplit_once(ASIDE)?;
+        let mut state = self.state.lock();
+        let thread = state.threads.iter_mut().find(|thread| thread.token == token)?;
+        let its_own = thread.pid == pid;
+        let work = thread.work().nth(index.parse().ok()?)?;
+        let wanted =
+            work.change.has(ops::CREATE) && work.change.has(ops::DIRECTORY) && !(work.created || work.given_up);
+        (wanted && work.change.place.dir == parent).then(|| (work.clone(), its_own))
+    }
+
+    /// The guest has this directory by another name until the thread makes the change's name.
+    pub fn put_aside(&self, pid: u32, change: &Change, node: u64) {
+        let mut state = self.state.lock();
+        let Ok(thread) = state.thread(pid) else { return };
+        thread.work().filter(|work| work.change == *change).for_each(|work| work.aside = node);
     }
 
     /// What the thread has to remove by this name.
@@ -772,6 +803,7 @@ impl State {
                 target: 0,
                 asked: false,
                 given_up: false,
+                aside: 0,
             });
         }
         self.threads[at].given = Some(Given { id, at: now, since: since.unwrap_or(now), work });

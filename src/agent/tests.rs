@@ -155,6 +155,18 @@ fn changes_come_in_order_and_merge_without_loss() {
 }
 
 #[test]
+fn a_tree_goes_from_its_leaves() {
+    let guest = Guest::new();
+    let mut hand = guest.hand(7);
+    let directory = |node, dir, name| Change { node, ..at(ops::REMOVE | ops::DIRECTORY, dir, name) };
+    let all = [at(ops::REMOVE, 4, "file"), directory(4, 3, "y"), directory(3, 2, "x")];
+    guest.tell(all.clone());
+    guest.wait(&mut hand).unwrap();
+    // Watchers of each of them hear of what was in it.
+    assert_eq!(Guest::got(&mut hand).unwrap(), all);
+}
+
+#[test]
 fn two_renames_of_one_call_are_an_exchange() {
     let guest = Guest::new();
     let mut hand = guest.hand(7);

@@ -162,7 +162,7 @@ impl<F: FileSystem> Server<F> {
         let args = request.rest();
         let served = match (wait, self.fs.agents()) {
             (Some(_), _) => Err(WOULD_WAIT),
-            (None, Some(agents)) if agents.any() && self.is_agents(agents, opcode, &header) => {
+            (None, Some(agents)) if agents.any() && self.is_agents(agents, opcode, &header, request) => {
                 self.serve_agent(agents, opcode, request, reply)
             }
             _ => self.serve(opcode, request, reply),

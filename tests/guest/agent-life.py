@@ -100,6 +100,27 @@ def mounts_stay():
         call("umount2", f"k/f{turn}".encode(), 0)
 
 
+def a_known_directory():
+    """A program has looked up what the host has just made, and has mounted there. Those who watch hear of it nevertheless."""
+    agent.send_signal(signal.SIGSTOP)
+    watcher = oracle.Watcher(["d"])
+    host("mkdir d/known && echo inside >d/known/file")
+    directory = os.open("d/known", os.O_RDONLY)
+    call("mount", b"tmpfs", b"d/known", b"tmpfs", 0, b"size=64k")
+    agent.send_signal(signal.SIGCONT)
+    host(f"touch d/{oracle.SENTINEL}-known")
+    events = watcher.until(f"{oracle.SENTINEL}-known", wait)
+    equal([event for event in events if event[3] == "known"], [("d", oracle.CREATE | oracle.ISDIR, 0, "known")])
+    equal(os.readlink(f"/proc/self/fd/{directory}"), f"{S}/d/known")
+    mounted = [line.split()[4] for line in read("/proc/self/mountinfo").decode().splitlines()]
+    assert f"{S}/d/known" in mounted, mounted
+    call("umount2", b"d/known", 0)
+    equal((read("d/known/file"), "known" in os.listdir("d")), (b"inside\n", True))
+    equal([name for name in os.listdir("d") if name.startswith(".")], [])
+    for fd in (directory, watcher.fd):
+        os.close(fd)
+
+
 def names_are_swapped():
     """A process of the guest gives a name to a file, a symbolic link, a FIFO and a directory in turn. The agent changes none of them, and
     nothing that the link leads to."""
@@ -433,6 +454,7 @@ def main():
     host("mkdir d")
     steps(
         (mounts_stay,),
+        (a_known_directory,),
         (many_changes,),
         (many_that_nobody_watches,),
         (by_a_daemon_that_only_reads,),

@@ -87,7 +87,18 @@ impl<F: FileSystem> Server<F> {
     }
 
     /// Whether a request is one that the agent's threads have special answers for.
-    pub(in super::super) fn is_agents(&self, agents: &Agents, opcode: Opcode, header: &InHeader) -> bool {
+    pub(in super::super) fn is_agents(
+        &self,
+        agents: &Agents,
+        opcode: Opcode,
+        header: &InHeader,
+        request: &Request,
+    ) -> bool {
+        // The name of a directory that is aside, whoever asks for it.
+        let aside = |name: &CStr| agents.aside(header.pid, header.nodeid, name.to_bytes()).is_some();
+        if opcode == Opcode::Lookup && request.peek().name().is_ok_and(aside) {
+            return true;
+        }
         // RELEASE and writes of the page cache come with pid 0.
         let any = !matches!(opcode, Opcode::Forget | Opcode::BatchForget | Opcode::Interrupt | Opcode::Destroy);
         any && header.pid != 0 && agents.knows(header.pid)
@@ -107,6 +118,9 @@ impl<F: FileSystem> Server<F> {
             Opcode::Lookup => {
                 let mut args = request.peek();
                 let name = args.name()?;
+                if let Some((work, its_own)) = agents.aside(pid, node, name.to_bytes()) {
+                    return reply.put(&self.lookup_aside(agents, pid, work, its_own)?);
+                }
                 match self.agent_lookup(agents, pid, node, name)? {
                     Some(entry) => reply.put(&entry),
                     None if works => reply.put(&self.agent_lookup_known(agents, pid, node, name)?),
@@ -130,6 +144,10 @@ impl<F: FileSystem> Server<F> {
                 }
                 match agents.make(pid, uid, node, name.to_bytes(), directory) {
                     Made::Name(phantom) => reply.put(&phantom_entry(phantom, format)),
+                    Made::Back(directory) => {
+                        agents.tell(node, name.to_bytes(), directory);
+                        reply.put(&self.fs.known_entry(directory)?)
+                    }
                     Made::Marker(marker) => {
                         self.fs.follow_known();
                         reply.put(&kept_entry(marker, format))
@@ -260,6 +278,29 @@ impl<F: FileSystem> Server<F> {
             }
             _ => Err(Errno::PERM),
         }
+    }
+
+    /// A directory that somebody has looked up already. The guest's kernel moves it to the name that was asked for,
+    /// with what is mounted there and without an event, and back again when its own name is made.
+    ///
+    /// # Errors
+    /// ENOENT if the guest need not have it, or has it no longer by the name that was put aside.
+    fn lookup_aside(&self, agents: &Agents, pid: u32, mut work: Work, its_own: bool) -> Result<EntryOut> {
+        let place = work.change.place.clone();
+        if its_own && work.aside == 0 {
+            let name = CString::new(&place.name[..]).map_err(|_| Errno::INVAL)?;
+            let Present::Known(node) = self.present_at(place.dir, &name) else { return Err(Errno::NOENT) };
+            if !agents.was_told(place.dir, &place.name, node)
+                || self.fs.known_attr(node)?.mode & libc::S_IFMT != libc::S_IFDIR
+            {
+                return Err(Errno::NOENT);
+            }
+            // From here on, the next who looks it up learns of it anew.
+            agents.tell(place.dir, &place.name, 0);
+            agents.put_aside(pid, &work.change, node);
+            work.aside = node;
+        }
+        if work.aside == 0 { Err(Errno::NOENT) } else { self.fs.known_entry(work.aside) }
     }
 
     /// The answer that others get, of which the guest keeps nothing.
