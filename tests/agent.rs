@@ -328,6 +328,24 @@ fn a_directory_that_is_known_is_made_before_watchers() {
 }
 
 #[test]
+fn a_new_file_that_is_written_takes_no_more_requests_than_it_needs() {
+    let mut guest = Guest::new();
+    guest.register();
+    guest.batch(|dir| sh(&format!("touch {}", dir.join("new").display())));
+    assert_eq!(guest.lookup(AGENT, "new").unwrap_err(), libc::ENOENT);
+    let flags = (libc::O_CREAT | libc::O_EXCL | libc::O_WRONLY) as u32;
+    let create = CreateIn { flags, mode: 0o400, ..Default::default() };
+    let made = guest.call(AGENT, Opcode::Create, ROOT_ID, &[create.as_bytes(), b"new\0"]).unwrap();
+    let (entry, open) = EntryOut::read_from_prefix(&made).unwrap();
+    // Before it opens a file, the kernel asks for attributes that it does not keep. The name is asked for anew.
+    assert!(entry.nodeid >= PHANTOMS && entry.attr_valid > 0 && entry.entry_valid == 0);
+    // A close asks for nothing but RELEASE.
+    let flags = OpenFlags::from_bits_retain(OpenOut::read_from_bytes(open).unwrap().open_flags);
+    assert!(flags.contains(OpenFlags::NOFLUSH));
+    assert!(guest.lookup(USER, "new").unwrap().nodeid < PHANTOMS);
+}
+
+#[test]
 fn it_is_told_the_present_state_and_keeps_nothing() {
     let mut guest = Guest::new();
     let path = guest.dir.path().join("file");

@@ -12,7 +12,7 @@ use thruway_guest::protocol::{Change, ops};
 const FIRST_PIDS: u64 = 0xEFFF_FFFC;
 
 /// Nodes of a share that are watched.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Debug, Default, PartialEq, Eq)]
 pub struct Watched {
     nodes: HashSet<u64>,
 }

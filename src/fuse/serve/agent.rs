@@ -169,7 +169,8 @@ impl<F: FileSystem> Server<F> {
                 let Made::Name(phantom) = agents.make(pid, uid, node, name.to_bytes(), false) else {
                     return Err(Errno::PERM);
                 };
-                reply.put(&phantom_entry(phantom, libc::S_IFREG))?;
+                // The kernel would ask for the attributes before it opens the file. Nobody else finds it.
+                reply.put(&EntryOut { attr_valid: KEPT, ..phantom_entry(phantom, libc::S_IFREG) })?;
                 reply.put(&AGENTS_OPEN)
             }
             Opcode::Unlink | Opcode::Rmdir => {
