@@ -14,7 +14,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use share::Share;
+use share::{Share, only};
 
 const HELP: &str = "\
 usage: thruway-guest
@@ -64,15 +64,24 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
     // The kernel says by POLLPRI when it has changed.
     let info = fs::File::open("/proc/self/mountinfo").map_err(|e| format!("cannot read /proc/self/mountinfo: {e}"))?;
     let (mut shares, mut all) = (HashMap::new(), true);
+    let (only, input) = (only(), std::io::stdin());
     loop {
-        follow(&mut shares, all)?;
-        let mut ready = [PollFd::new(&signals, PollFlags::IN), PollFd::new(&info, PollFlags::PRI)];
-        all = match poll(&mut ready, Some(&LOOK)) {
+        follow(&mut shares, all, only)?;
+        if only.is_some() && shares.is_empty() {
+            return Ok(());
+        }
+        let mut ready = [
+            PollFd::new(&signals, PollFlags::IN),
+            PollFd::new(&info, PollFlags::PRI),
+            PollFd::new(&input, PollFlags::empty()),
+        ];
+        let watched = if only.is_some() { 3 } else { 2 };
+        all = match poll(&mut ready[..watched], Some(&LOOK)) {
             Ok(happened) => happened == 0,
             Err(rustix::io::Errno::INTR) => false,
             Err(errno) => return Err(errno.into()),
         };
-        if !ready[0].revents().is_empty() {
+        if !ready[0].revents().is_empty() || !ready[2].revents().is_empty() {
             shares.values().flatten().for_each(|share: &Arc<Share>| share.end());
             return Ok(());
         }
@@ -84,12 +93,13 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
 const LOOK: Timespec = Timespec { tv_sec: 30, tv_nsec: 0 };
 
 /// Takes up the shares that are mounted now, and lets go of those that are not. `all`: also looks at the mount
-/// namespaces of others, and tries again what has failed.
-fn follow(shares: &mut HashMap<u64, Option<Arc<Share>>>, all: bool) -> std::io::Result<()> {
+/// namespaces of others, and tries again what has failed. `only`: the one share to take up.
+fn follow(shares: &mut HashMap<u64, Option<Arc<Share>>>, all: bool, only: Option<u64>) -> std::io::Result<()> {
     let mut mounted = mounts::own()?;
     if all || shares.keys().any(|dev| !mounts::has(&mounted, *dev)) {
         mounted = mounts::all()?;
     }
+    mounted.retain(|mount| only.is_none_or(|only| mount.dev == only));
     shares.retain(|dev, share| {
         let stays = mounts::has(&mounted, *dev);
         share.iter().filter(|_| !stays).for_each(|share| share.end());
@@ -105,6 +115,9 @@ fn follow(shares: &mut HashMap<u64, Option<Arc<Share>>>, all: bool) -> std::io::
                 let share = Share::open(&mount);
                 match &share {
                     Ok(share) => share.start(),
+                    Err(rustix::io::Errno::XDEV) if known.is_none() => {
+                        say(&format!("{}: a submount, whose changes are not told", mount.path_here().display()));
+                    }
                     Err(errno) if known.is_none() => say(&format!("{}: cannot be opened: {errno}", mount.tag)),
                     Err(_) => {}
                 }

@@ -64,6 +64,27 @@ pub fn all() -> io::Result<Vec<Mount>> {
     Ok(found)
 }
 
+/// A process of each other pid namespace whose processes have this mount, at most [`PIDS`]. Mounters are among them, if
+/// they or their children are still there.
+pub fn other_pids(mount: &Mount) -> Vec<u32> {
+    let link = |pid: &str, kind: &str| fs::read_link(format!("/proc/{pid}/ns/{kind}")).ok();
+    let mounts = link(&mount.pid.map_or_else(|| "self".into(), |pid| pid.to_string()), "mnt");
+    let mut seen = HashSet::from([link("self", "pid")]);
+    let mut found = Vec::new();
+    for process in fs::read_dir("/proc").into_iter().flatten().flatten() {
+        let name = process.file_name();
+        let Some(pid) = name.to_str().filter(|name| name.parse::<u32>().is_ok()) else { continue };
+        let pids = link(pid, "pid");
+        if pids.is_some() && link(pid, "mnt") == mounts && found.len() < PIDS && seen.insert(pids) {
+            found.extend(pid.parse::<u32>());
+        }
+    }
+    found
+}
+
+/// Pid namespaces that have one mount namespace in common. More than two are rare.
+const PIDS: usize = 8;
+
 /// Whether a share is among these mounts.
 pub fn has(mounts: &[Mount], dev: u64) -> bool {
     mounts.iter().any(|mount| mount.dev == dev)

@@ -1,8 +1,9 @@
 //! A share, and the threads that repeat the host's changes to it.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::process::{ChildStdin, Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread;
 
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, fstat, fstatfs, mknodat, openat, unlinkat};
@@ -10,7 +11,7 @@ use rustix::io::Errno;
 use rustix::mount::{OpenTreeFlags, open_tree};
 use thruway_guest::protocol::{Batch, Done, HELLO, Hello, MARKER, STOP, VERSION, WAIT};
 
-use crate::mounts::Mount;
+use crate::mounts::{Mount, other_pids};
 use crate::repeat::Hands;
 use crate::{say, sys};
 
@@ -26,6 +27,18 @@ const FUSE: i64 = 0x6573_5546;
 /// The root's nodeid (FUSE_ROOT_ID of include/uapi/linux/fuse.h).
 const ROOT: u64 = 1;
 
+/// The variable that names the one share of an agent in another pid namespace, by its device number.
+const ONLY: &str = "THRUWAY_GUEST_ONLY";
+
+/// The one share that this agent is for, if another agent has begun it. Its standard input is closed when it is to end.
+pub fn only() -> Option<u64> {
+    std::env::var(ONLY).ok()?.parse().ok()
+}
+
+fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
+    of.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
 /// A mount of one's own of what is mounted there.
 fn clone_of(place: &OwnedFd) -> Result<OwnedFd> {
     let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
@@ -34,8 +47,7 @@ fn clone_of(place: &OwnedFd) -> Result<OwnedFd> {
 
 /// A share that a daemon serves which knows agents, or that may be such a one.
 pub struct Share {
-    tag: String,
-    dev: u64,
+    mount: Mount,
     /// A mount of its own, in no namespace: it keeps nobody from unmounting the share.
     _tree: OwnedFd,
     root: OwnedFd,
@@ -47,6 +59,8 @@ pub struct Share {
     ended: AtomicBool,
     /// Its daemon knows no agent.
     foreign: AtomicBool,
+    /// An agent in the mounter's pid namespace, which ends when this is closed.
+    elsewhere: Mutex<Option<ChildStdin>>,
     /// What was said last, so that it is not said twice.
     said: Mutex<String>,
 }
@@ -55,7 +69,7 @@ impl Share {
     /// Opens the share.
     ///
     /// # Errors
-    /// Those of the system calls; ENODEV if something else is mounted there.
+    /// Those of the system calls; ENODEV if something else is mounted there; EXDEV if it is a submount of a share.
     pub fn open(mount: &Mount) -> Result<Arc<Self>> {
         let place = openat(CWD, mount.path_here(), OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
         let tree = match mount.pid {
@@ -72,12 +86,13 @@ impl Share {
             return Err(Errno::NODEV);
         }
         let root = match mount.root == "/" {
+            // The daemon hears of no changes in it. Held open, it would keep the share from going with its last mount.
+            true if sys::node_of(top.as_fd())? != ROOT => return Err(Errno::XDEV),
             true => top,
             false => sys::open_node(top.as_fd(), ROOT, OFlags::RDONLY | OFlags::DIRECTORY)?,
         };
         Ok(Arc::new(Self {
-            tag: mount.tag.clone(),
-            dev: mount.dev,
+            mount: mount.clone(),
             _tree: tree,
             root,
             threads: AtomicUsize::new(0),
@@ -85,14 +100,15 @@ impl Share {
             starting: AtomicBool::new(false),
             ended: AtomicBool::new(false),
             foreign: AtomicBool::new(false),
+            elsewhere: Mutex::default(),
             said: Mutex::default(),
         }))
     }
 
     fn say(&self, text: String) {
-        let mut said = self.said.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut said = lock(&self.said);
         if *said != text {
-            say(&format!("{}: {text}", self.tag));
+            say(&format!("{}: {text}", self.mount.tag));
             *said = text;
         }
     }
@@ -111,7 +127,10 @@ impl Share {
         // The work needs some 20 KiB of stack, most of it for messages.
         let thread = thread::Builder::new().name("thruway-guest".into()).stack_size(64 << 10);
         let started = thread.spawn(move || {
-            let end = share.run();
+            let end = match share.run() {
+                Err(Errno::SRCH) => share.serve_elsewhere(),
+                end => end,
+            };
             share.threads.fetch_sub(1, Ordering::SeqCst);
             if let Err(errno) = end {
                 share.explain(errno);
@@ -133,6 +152,7 @@ impl Share {
     /// Ends the threads, once they have nothing to do.
     pub fn end(&self) {
         self.ended.store(true, Ordering::SeqCst);
+        *lock(&self.elsewhere) = None;
         let _ = sys::ask(self.root.as_fd(), STOP, &[]);
     }
 
@@ -147,7 +167,10 @@ impl Share {
                 self.say("its daemon knows no guest agent".into());
             }
             Errno::OPNOTSUPP => self.say("its daemon does not watch the share for changes".into()),
-            Errno::SRCH => self.say("it was mounted in another pid namespace: run the agent there".into()),
+            Errno::SRCH => {
+                self.foreign.store(true, Ordering::SeqCst);
+                self.say("it was mounted in another pid namespace: run the agent there".into());
+            }
             Errno::ROFS => self.say(
                 "it is mounted read-only: mount it rw, and give the daemon --readonly to keep the guest from writing"
                     .into(),
@@ -156,6 +179,31 @@ impl Share {
             Errno::PROTO => self.say("its daemon has another version than this agent".into()),
             errno => self.say(format!("{errno}")),
         }
+    }
+
+    /// Runs an agent for this share in the pid namespace of the mounter, by whose numbers the daemon knows threads.
+    /// Returns when it ends.
+    ///
+    /// # Errors
+    /// ESRCH if that namespace is not found.
+    fn serve_elsewhere(&self) -> Result<()> {
+        if only().is_some() {
+            // The agent that has begun this one tries the next.
+            std::process::exit(1);
+        }
+        for pid in other_pids(&self.mount) {
+            sys::enter_pids(pid)?;
+            let mut agent = Command::new("/proc/self/exe");
+            let agent = agent.env(ONLY, self.mount.dev.to_string()).stdin(Stdio::piped()).spawn();
+            let mut agent = agent.map_err(|e| Errno::from_io_error(&e).unwrap_or(Errno::IO))?;
+            let mut ends = lock(&self.elsewhere);
+            *ends = agent.stdin.take().filter(|_| !self.ended.load(Ordering::SeqCst));
+            drop(ends);
+            if agent.wait().is_ok_and(|status| status.success()) {
+                return Ok(());
+            }
+        }
+        Err(Errno::SRCH)
     }
 
     fn run(self: &Arc<Self>) -> Result<()> {
@@ -174,7 +222,7 @@ impl Share {
 
     fn serve(self: &Arc<Self>, registered: &Registered) -> Result<()> {
         let root = self.root.as_fd();
-        let mut hands = Hands::new(root, registered.hidden.as_fd(), &registered.token, self.dev);
+        let mut hands = Hands::new(root, registered.hidden.as_fd(), &registered.token, self.mount.dev);
         let mut done = Done::default();
         self.say("changes by others are repeated".into());
         loop {

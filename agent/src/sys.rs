@@ -85,6 +85,13 @@ pub fn enter_mounts(pid: u32) -> Result<()> {
     move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Mount))
 }
 
+/// Has further children of this thread begin in a process's pid namespace.
+pub fn enter_pids(pid: u32) -> Result<()> {
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+    let namespace = rustix::fs::open(format!("/proc/{pid}/ns/pid"), flags, rustix::fs::Mode::empty())?;
+    move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::ProcessID))
+}
+
 /// Has all threads share one heap. glibc would give each its own, of some 20 KiB.
 pub fn share_heap() {
     #[cfg(target_env = "gnu")]

@@ -313,9 +313,9 @@ def starved():
 
 
 class Elsewhere:
-    """A process that has a share in its own mount namespace only: the whole of it, or a part."""
+    """A process that has a part of a share in its own mount namespace only, and its own pid namespace if `pids`."""
 
-    def __init__(self, tag, part):
+    def __init__(self, tag, part, pids=False):
         self.ends, self.theirs = os.pipe()
         self.mine, self.goes = os.pipe()
         sys.stdout.flush()
@@ -323,8 +323,10 @@ class Elsewhere:
         if self.pid == 0:
             status = 1
             try:
-                # CLONE_NEWNS
-                call("unshare", 0x20000)
+                # CLONE_NEWNS, CLONE_NEWPID
+                call("unshare", 0x20000 | 0x20000000 * pids)
+                if pids and (inner := os.fork()):
+                    os._exit(os.waitpid(inner, 0)[1])
                 call("mount", None, b"/", None, 0x44000, None)
                 os.makedirs("/tmp/elsewhere", exist_ok=True)
                 os.makedirs("/tmp/whole", exist_ok=True)
@@ -356,6 +358,39 @@ def in_another_namespace():
     host("touch $work/y/part/watched/new && touch $work/y/part/watched/sentinel")
     equal(json.loads(elsewhere.told())[0], ["watched", oracle.CREATE, 0, "new"])
     equal(os.waitpid(elsewhere.pid, 0)[1], 0)
+
+
+def in_another_pid_namespace():
+    """The daemon knows threads by the numbers that they have in the mounter's pid namespace. The agent has a process there as long as the
+    share is mounted."""
+    said = lambda: read("/tmp/agent.log").decode().count("y: changes by others are repeated")
+    before = said()
+    elsewhere = Elsewhere("y", "part", pids=True)
+    equal(elsewhere.told(), "ready")
+    # It looks twice a minute.
+    seen("the agent has found it", said, before + 1)
+    host("cd $work/y/part/watched && rm sentinel && touch newer && touch sentinel")
+    events = json.loads(elsewhere.told())
+    assert ["watched", oracle.CREATE, 0, "newer"] in events, events
+    equal(os.waitpid(elsewhere.pid, 0)[1], 0)
+    assert "pid namespace" not in read("/tmp/agent.log").decode()
+    children = lambda: [child for task in os.listdir(f"/proc/{agent.pid}/task") for child in read(f"/proc/{agent.pid}/task/{task}/children").split()]
+    seen("no process is left", children, [])
+
+
+def submounts():
+    """Of another file system below the share nothing is told. The agent leaves it alone, and what is around it has its events."""
+    host("mkdir -p $work/ro/around/below && mount -t tmpfs tmpfs $work/ro/around/below && echo there >$work/ro/around/below/file")
+    mount("ro")
+    equal(read("/mnt/ro/around/below/file"), b"there\n")
+    assert os.stat("/mnt/ro/around/below").st_dev != os.stat("/mnt/ro/around").st_dev, "the submount is not announced"
+    log = lambda: read("/tmp/agent.log").decode()
+    seen("what the agent says", lambda: "/mnt/ro/around/below: a submount, whose changes are not told" in log(), True)
+    equal(hears("/mnt/ro/around", "mkdir ../ro/around/new"), [(oracle.CREATE | oracle.ISDIR, "new")])
+    host("echo elsewhere >$work/ro/around/below/file")
+    seen("its contents, as without an agent", lambda: read("/mnt/ro/around/below/file"), b"elsewhere\n")
+    umount("ro")
+    host("umount $work/ro/around/below")
 
 
 def many_shares():
@@ -464,7 +499,9 @@ def main():
         (a_watch_outlives_a_name,),
         (a_tree_goes,),
         (mounted_read_only,),
+        (submounts,),
         (in_another_namespace,),
+        (in_another_pid_namespace,),
         (many_shares,),
         (held_up,),
         (stopped,),
