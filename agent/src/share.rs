@@ -199,7 +199,8 @@ impl Share {
             let mut ends = lock(&self.elsewhere);
             *ends = agent.stdin.take().filter(|_| !self.ended.load(Ordering::SeqCst));
             drop(ends);
-            if agent.wait().is_ok_and(|status| status.success()) {
+            // With the namespace's first process it is killed.
+            if agent.wait().is_ok_and(|status| status.code() != Some(1)) {
                 return Ok(());
             }
         }

@@ -365,11 +365,12 @@ def in_another_pid_namespace():
     share is mounted."""
     said = lambda: read("/tmp/agent.log").decode().count("y: changes by others are repeated")
     before = said()
+    host("mkdir -p $work/y/part/watched")
     elsewhere = Elsewhere("y", "part", pids=True)
     equal(elsewhere.told(), "ready")
     # It looks twice a minute.
     seen("the agent has found it", said, before + 1)
-    host("cd $work/y/part/watched && rm sentinel && touch newer && touch sentinel")
+    host("cd $work/y/part/watched && rm -f sentinel && touch newer && touch sentinel")
     events = json.loads(elsewhere.told())
     assert ["watched", oracle.CREATE, 0, "newer"] in events, events
     equal(os.waitpid(elsewhere.pid, 0)[1], 0)
@@ -380,7 +381,6 @@ def in_another_pid_namespace():
 
 def submounts():
     """Of another file system below the share nothing is told. The agent leaves it alone, and what is around it has its events."""
-    host("mkdir -p $work/ro/around/below && mount -t tmpfs tmpfs $work/ro/around/below && echo there >$work/ro/around/below/file")
     mount("ro")
     equal(read("/mnt/ro/around/below/file"), b"there\n")
     assert os.stat("/mnt/ro/around/below").st_dev != os.stat("/mnt/ro/around").st_dev, "the submount is not announced"
@@ -390,7 +390,6 @@ def submounts():
     host("echo elsewhere >$work/ro/around/below/file")
     seen("its contents, as without an agent", lambda: read("/mnt/ro/around/below/file"), b"elsewhere\n")
     umount("ro")
-    host("umount $work/ro/around/below")
 
 
 def many_shares():

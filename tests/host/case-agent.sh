@@ -101,6 +101,9 @@ case_agent_life() {
     make_share x
     make_share y
     make_share ro
+    mkdir -p "$work/ro/around/below"
+    mount -t tmpfs tmpfs "$work/ro/around/below"
+    echo there >"$work/ro/around/below/file"
     start_daemon y "$work/y"
     start_daemon ro "$work/ro" --readonly
     start_daemon s "$work/share" --control-path "$work/sockets/s.control" --cache=always --lease-timeout=3600
