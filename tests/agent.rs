@@ -468,7 +468,7 @@ fn nothing_of_a_submount_is_leased() {
         eprintln!("skipped: only root may mount");
         return;
     }
-    let mut guest = Guest::with(Config { announce_submounts: true, ..Config::default() });
+    let mut guest = Guest::new();
     let below = guest.dir.path().join("below");
     std::fs::create_dir(&below).unwrap();
     file(guest.dir.path(), "here");

@@ -585,7 +585,7 @@ impl Random {
 
 #[test]
 fn no_request_brings_the_server_down() {
-    let config = Config { xattr: true, posix_lock: true, flock: true, killpriv_v2: Some(true), ..Default::default() };
+    let config = Config { xattr: true, posix_lock: true, flock: true, killpriv_v2: true, ..Default::default() };
     survives(Guest::new(config));
     survives(Guest::new(Config { xattr: true, ..no_open() }));
 }

@@ -25,7 +25,7 @@ impl Kept {
             security_label: Offer::Auto,
             posix_lock: true,
             flock: true,
-            killpriv_v2: Some(true),
+            killpriv_v2: true,
             inode_file_handles: FileHandles::Prefer,
             allow_direct_io: true,
             ..Default::default()

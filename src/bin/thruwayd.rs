@@ -64,7 +64,7 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     let memory_limit = cgroup::memory();
     sandbox.helper = proxy.as_ref().map(Proxy::pid);
     let (entered, (listener, control, proxy)) = sandbox::enter(&sandbox, (listener, control, proxy))?;
-    let config = options.fs_config()?;
+    let config = options.fs.clone();
     // Each thread has its own capabilities, so they are dropped before any thread starts.
     let opens_handles = config.inode_file_handles != FileHandles::Never || config.migration.trust_handles;
     caps::limit(&options.modcaps.clone().unwrap_or_default(), opens_handles)?;

@@ -31,12 +31,12 @@ fn set(options: &mut Options, name: &str, value: &str) -> Result<(), String> {
         "cache" => {
             // The C virtiofsd's name.
             let value = if value == "none" { "never" } else { value };
-            options.cache = CachePolicy::from_str(value, false).map_err(|e| bad(name, e))?;
+            options.fs.cache = CachePolicy::from_str(value, false).map_err(|e| bad(name, e))?;
         }
         "sandbox" => options.sandbox = ValueEnum::from_str(value, false).map_err(|e| bad(name, e))?,
         "loglevel" => options.log_level = level(value)?,
         "modcaps" => options.modcaps = Some(parse(name, value)?),
-        "xattrmap" => options.xattrmap = Some(parse(name, value)?),
+        "xattrmap" => options.fs.xattrmap = Some(parse(name, value)?),
         _ => return Err(format!("there is no option -o {name}=")),
     }
     let (name, value) = match (name, value) {
@@ -53,16 +53,16 @@ fn switch(options: &mut Options, name: &str) -> Result<(), String> {
     let (plain, on) = name.strip_prefix("no_").map_or((name, true), |plain| (plain, false));
     let offer = if on { Offer::Always } else { Offer::Never };
     match plain {
-        "xattr" => options.xattr = on,
-        "readdirplus" => options.no_readdirplus = !on,
-        "writeback" => options.writeback = on,
-        "allow_direct_io" => options.allow_direct_io = on,
-        "announce_submounts" => options.no_announce_submounts = !on,
-        "killpriv_v2" => (options.killpriv_v2, options.no_killpriv_v2) = (on, !on),
-        "posix_acl" => options.posix_acl = offer,
-        "security_label" => options.security_label = offer,
-        "posix_lock" => options.posix_lock = on,
-        "flock" => options.flock = on,
+        "xattr" => options.fs.xattr = on,
+        "readdirplus" => options.fs.no_readdirplus = !on,
+        "writeback" => options.fs.writeback = on,
+        "allow_direct_io" => options.fs.allow_direct_io = on,
+        "announce_submounts" => options.fs.no_announce_submounts = !on,
+        "killpriv_v2" => (options.fs.killpriv_v2, options.fs.no_killpriv_v2) = (on, !on),
+        "posix_acl" => options.fs.posix_acl = offer,
+        "security_label" => options.fs.security_label = offer,
+        "posix_lock" => options.fs.posix_lock = on,
+        "flock" => options.fs.flock = on,
         _ => return Err(format!("there is no option -o {name}")),
     }
     let value = match plain {

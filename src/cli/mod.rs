@@ -19,17 +19,14 @@ use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use caps::Capability;
 use clap::error::ErrorKind;
-use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, ValueEnum};
+use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser};
 use tracing::level_filters::LevelFilter;
 
 use crate::device;
-use crate::fs::idmap::{self, IdMap};
-use crate::fs::xattrmap::XattrMap;
-use crate::fs::{self, CachePolicy, FileHandles, MigrationMode, MigrationOnError, NoOpen, Offer};
+use crate::fs::{self, parse_size};
 use crate::limits;
 use crate::sandbox::caps::ModCaps;
 use crate::sandbox::{self, IdRange, Sandbox, seccomp};
@@ -107,137 +104,9 @@ pub struct Options {
           value_parser = clap::value_parser!(u64).range(..=10_000))]
     pub poll_us: u64,
 
-    /// How long the guest caches names and attributes: auto: 1 second; always and metadata: 1 day; never: not at all
-    ///
-    /// With auto, the guest drops a file's cached contents when it opens the file, unless the file is surely unchanged.
-    /// With always, it keeps them even if the host changes the file. With metadata and never, it caches no file
-    /// contents. docs/caching.md has a table.
-    #[arg(help_heading = "Caching", long, default_value = "auto", ignore_case = true)]
-    pub cache: CachePolicy,
-
-    /// How long the guest remembers that a name does not exist, in seconds, for example 0.5
-    ///
-    /// A file that appears on the host is missing in the guest for up to this time. Names that the guest itself makes
-    /// are there at once.
-    #[arg(help_heading = "Caching", long, value_name = "SECONDS", default_value = "0", value_parser = parse_seconds)]
-    pub negative_timeout: Duration,
-
-    /// Let the guest open files and directories without asking the daemon: never; auto: with --cache=always; always:
-    /// with --cache=auto too
-    ///
-    /// Then an open file costs the daemon no descriptor, and opening and closing one costs no messages. With
-    /// --cache=auto the guest then drops a file's cached contents up to a second after a change, when it sees the new
-    /// time or size. --no-open without a value is --no-open=always. It has no effect with --posix-lock, --flock, or
-    /// window passthrough, and on a read-only share for directories only. docs/caching.md says more.
-    #[arg(help_heading = "Caching", long, require_equals = true, num_args = 0..=1, default_value = "auto",
-          default_missing_value = "always")]
-    pub no_open: NoOpen,
-
-    /// How long a guest with thruway-guest keeps names and attributes, in seconds; 0: as --cache says
-    ///
-    /// thruway-guest repeats the host's changes in the guest. Some changes on the host cause no event: they are seen
-    /// after this time.
-    #[arg(help_heading = "Caching", long, value_name = "SECONDS", default_value = "60", value_parser = parse_seconds)]
-    pub lease_timeout: Duration,
-
-    /// Let the guest collect writes in its page cache before it sends them
-    ///
-    /// It has no effect with --cache=metadata or never, since nothing is cached then.
-    #[arg(help_heading = "Caching", long)]
-    pub writeback: bool,
-
-    /// Allow shared mappings (mmap) with --cache=metadata or never too
-    ///
-    /// Use it only if nobody but the guest changes the directory.
-    #[arg(help_heading = "Caching", long)]
-    pub allow_mmap: bool,
-
-    /// Pass O_DIRECT through to the files on the host
-    #[arg(help_heading = "Caching", long)]
-    pub allow_direct_io: bool,
-
-    /// Do not send attributes along with directory entries
-    #[arg(help_heading = "Caching", long)]
-    pub no_readdirplus: bool,
-
-    /// Refuse every change that the guest requests
-    ///
-    /// The directory on the host is not mounted read-only: access times, for example, still change.
-    #[arg(help_heading = "Files", long)]
-    pub readonly: bool,
-
-    /// Show file systems that are mounted in the share as mounts in the guest [default]
-    ///
-    /// Inode numbers are unique only within one file system. A sync in the guest reaches all file systems only with
-    /// this.
-    // The word in brackets is for --help.
-    #[allow(rustdoc::broken_intra_doc_links)]
-    #[arg(help_heading = "Files", long)]
-    pub announce_submounts: bool,
-
-    /// Show the share to the guest as one file system
-    #[arg(help_heading = "Files", long, overrides_with = "announce_submounts")]
-    pub no_announce_submounts: bool,
-
-    /// Let the host clear set-user-ID bits and file capabilities when the guest writes [default: on ext4, XFS, Btrfs,
-    /// tmpfs and F2FS, without --dax-window]
-    ///
-    /// With --xattr each write(2) of the guest takes another message without this.
-    #[arg(help_heading = "Files", long)]
-    pub killpriv_v2: bool,
-
-    /// Let the guest clear them, which a share on NFS needs [default: on other file systems, and with --dax-window]
-    #[arg(help_heading = "Files", long, overrides_with = "killpriv_v2")]
-    pub no_killpriv_v2: bool,
-
-    /// Keep O_NOATIME when the guest opens a file; by default it is dropped, since only the file's owner may use it
-    #[arg(help_heading = "Files", long)]
-    pub preserve_noatime: bool,
-
-    /// Offer extended attributes
-    #[arg(help_heading = "Files", long)]
-    pub xattr: bool,
-
-    /// Rename extended attributes between guest and host, for example :map::user.virtiofs.: (implies --xattr)
-    ///
-    /// With :map:trusted.:user.virtiofs.: overlayfs in the guest can have its upper directory on the share.
-    /// docs/attributes.md explains the rules.
-    #[arg(help_heading = "Files", long, value_name = "RULES")]
-    pub xattrmap: Option<XattrMap>,
-
-    /// Support POSIX access control lists (implies --xattr)
-    ///
-    /// auto: if the guest supports them. always: refuse a guest that does not; the same as --posix-acl without a value.
-    #[arg(help_heading = "Files", long, require_equals = true, num_args = 0..=1, default_value = "never",
-          default_missing_value = "always")]
-    pub posix_acl: Offer,
-
-    /// Support security labels (SELinux) (implies --xattr)
-    ///
-    /// The values are those of --posix-acl.
-    #[arg(help_heading = "Files", long, require_equals = true, num_args = 0..=1, default_value = "never",
-          default_missing_value = "always")]
-    pub security_label: Offer,
-
-    /// Apply the guest's fcntl locks to the files on the host, so that the host and other guests see them
-    ///
-    /// Off by default, as in virtiofsd: a Linux guest cannot interrupt a request, so a process that waits for a lock
-    /// cannot be killed until it gets the lock. A deadlock within one guest is answered with EDEADLK. A deadlock
-    /// between guests is not detected.
-    #[arg(help_heading = "Files", long)]
-    pub posix_lock: bool,
-
-    /// Apply the guest's flock locks to the files on the host; see --posix-lock about waiting
-    #[arg(help_heading = "Files", long)]
-    pub flock: bool,
-
-    /// Refer to files by file handle instead of by open descriptor: never, where possible (prefer), or else fail
-    /// (mandatory)
-    ///
-    /// This saves descriptors, and NFS leaves no .nfs files when an open file is removed. It needs CAP_DAC_READ_SEARCH.
-    #[arg(help_heading = "Files", long, default_value = "prefer", value_parser = parse_file_handles,
-          value_name = "never|prefer|mandatory")]
-    pub inode_file_handles: FileHandles,
+    /// The file system's.
+    #[command(flatten)]
+    pub fs: fs::Config,
 
     /// Give the guest a DAX window of this size, for example 1G, through which it maps files; 0: no window
     ///
@@ -245,7 +114,7 @@ pub struct Options {
     /// memory regions: docs/dax.md has the command for QEMU. The daemon needs CAP_SYS_ADMIN and Linux 6.9. Without them
     /// it warns and starts without a window. With SIZE,required it fails instead. A guest with -o dax=inode maps no
     /// more files than fit into four fifths of the window.
-    #[arg(help_heading = "Windows", long, value_name = "SIZE[,required]", default_value = "0",
+    #[arg(help_heading = "Windows", long, display_order = 101, value_name = "SIZE[,required]", default_value = "0",
           value_parser = parse_window)]
     pub dax_window: WindowSize,
 
@@ -256,50 +125,29 @@ pub struct Options {
     /// eight when it has grown; --dax-window uses one for each 2M. The two windows' sizes together must be a power of
     /// two. 2M of this window hold its table. The needs of the frontend and the host, and SIZE,required, are as for
     /// --dax-window. --writeback has no effect with this window.
-    #[arg(help_heading = "Windows", long, value_name = "SIZE[,required]", default_value = "0",
+    #[arg(help_heading = "Windows", long, display_order = 102, value_name = "SIZE[,required]", default_value = "0",
           value_parser = parse_window)]
     pub passthrough_window: WindowSize,
-
-    /// The smallest file that goes through the passthrough window: messages are faster for smaller files
-    #[arg(help_heading = "Windows", long, value_name = "SIZE", default_value = "256K", value_parser = parse_size)]
-    pub passthrough_min_size: u64,
 
     /// Which files the guest writes through the passthrough window: those where the host cannot run out of space, or
     /// all
     ///
     /// in-place: files without holes on ext4, XFS and tmpfs; others use messages. always: all files. If the host's
     /// disk is full then, a write can end the virtual machine.
-    #[arg(help_heading = "Windows", long, default_value = "in-place")]
+    #[arg(help_heading = "Windows", long, display_order = 104, default_value = "in-place")]
     pub passthrough_writable: window::Writable,
 
     /// The number of mappings in the windows at a time (at most 448: QEMU ends a virtual machine with 512 memory
     /// regions)
-    #[arg(help_heading = "Windows", long, value_name = "N", default_value_t = DEFAULT_MAPPINGS,
+    #[arg(help_heading = "Windows", long, display_order = 105, value_name = "N", default_value_t = DEFAULT_MAPPINGS,
           value_parser = clap::value_parser!(u16).range(1..=window::MAX_MAPPINGS as i64))]
     pub max_mappings: u16,
-
-    /// The smallest file that a guest with -o dax=inode maps: messages are faster for smaller files
-    #[arg(help_heading = "Windows", long, value_name = "SIZE", default_value = "256K", value_parser = parse_size)]
-    pub dax_min_size: u64,
 
     /// Protect the virtual machine from host processes that truncate a mapped file
     ///
     /// fanotify: the truncation waits until the mapping is gone. It works on ext4, XFS and Btrfs, with Linux 6.14.
-    #[arg(help_heading = "Windows", long, default_value = "fanotify")]
+    #[arg(help_heading = "Windows", long, display_order = 107, default_value = "fanotify")]
     pub window_guard: GuardMode,
-
-    /// Translate user IDs between guest and host; may be given several times
-    ///
-    /// map:GUEST:HOST:COUNT translates a range in both directions. guest:GUEST:HOST:COUNT translates only from guest to
-    /// host, host:HOST:GUEST:COUNT only from host to guest. squash-guest:GUEST:HOST:COUNT and
-    /// squash-host:HOST:GUEST:COUNT translate a range to one ID. forbid-guest:GUEST:COUNT refuses IDs of the guest.
-    /// Other IDs do not change. Cannot be used with --posix-acl.
-    #[arg(help_heading = "Identity", long, value_name = "RULE")]
-    pub translate_uid: Vec<idmap::Rule>,
-
-    /// Translate group IDs, in the same way as --translate-uid
-    #[arg(help_heading = "Identity", long, value_name = "RULE")]
-    pub translate_gid: Vec<idmap::Rule>,
 
     /// Isolate the daemon from everything but the share: by namespaces, by chroot (for containers; needs root), or not
     /// at all
@@ -329,40 +177,6 @@ pub struct Options {
     /// fs.file-max]
     #[arg(help_heading = "Sandbox", long, value_name = "N")]
     pub rlimit_nofile: Option<u64>,
-
-    /// How many inodes the guest may know at a time; each takes up to 512 bytes of the daemon's memory
-    ///
-    /// The guest knows the inodes in its caches. At the limit, a lookup of any other file fails with ENFILE.
-    #[arg(help_heading = "Sandbox", long, value_name = "N", default_value_t = limits::INODES)]
-    pub max_inodes: usize,
-
-    /// How the source of a migration describes the guest's files to the target: by path or by file handle
-    ///
-    /// Paths need only the same contents at both ends. But a file that was removed while open has no path, and another
-    /// file may take a path's place during the migration. File handles avoid both problems. They need the same file
-    /// system at both ends. The target needs CAP_DAC_READ_SEARCH and this same option (or --modcaps=+dac_read_search),
-    /// because a hostile source can then name any file of that file system.
-    #[arg(help_heading = "Migration", long, default_value = "find-paths")]
-    pub migration_mode: MigrationMode,
-
-    /// What the target of a migration does about a file that it cannot find or open: abort, or return errors to the
-    /// guest
-    ///
-    /// abort: the guest continues at the source. guest-error: every request for that file fails with EIO.
-    #[arg(help_heading = "Migration", long, default_value = "abort")]
-    pub migration_on_error: MigrationOnError,
-
-    /// Let the target of a migration check by file handle that it found the same files (an option of the source)
-    ///
-    /// It needs the same file system at both ends, and --migration-mode=find-paths.
-    #[arg(help_heading = "Migration", long)]
-    pub migration_verify_handles: bool,
-
-    /// After all paths are found, check each one again and search for those that have changed (an option of the source)
-    ///
-    /// The guest does not run during the check. It needs --migration-mode=find-paths.
-    #[arg(help_heading = "Migration", long)]
-    pub migration_confirm_paths: bool,
 
     /// What to log: off, error, warn, info, debug or trace; the environment variable RUST_LOG takes precedence
     #[arg(help_heading = "Log", long, value_name = "LEVEL", default_value = "info")]
@@ -475,33 +289,9 @@ fn parse_window(text: &str) -> Result<WindowSize, String> {
     Ok(WindowSize { size, required })
 }
 
-/// A number of seconds: 0, 0.5, 60.
-fn parse_seconds(text: &str) -> Result<Duration, String> {
-    let seconds = text.parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
-    seconds.ok_or_else(|| "expected a number of seconds such as 0, 0.5 or 60".to_owned())
-}
-
-/// A number of bytes: 4096, 128K, 1M, 2G.
-fn parse_size(text: &str) -> Result<u64, String> {
-    let (digits, shift) = match text.as_bytes().last() {
-        Some(b'K' | b'k') => (&text[..text.len() - 1], 10),
-        Some(b'M' | b'm') => (&text[..text.len() - 1], 20),
-        Some(b'G' | b'g') => (&text[..text.len() - 1], 30),
-        _ => (text, 0),
-    };
-    let number = digits.parse::<u64>().ok().and_then(|n| n.checked_mul(1 << shift));
-    number.ok_or_else(|| "expected a number of bytes such as 4096, 128K, 64M or 1G".to_owned())
-}
-
-fn parse_file_handles(mode: &str) -> Result<FileHandles, String> {
-    // virtiofsd's older name.
-    let mode = if mode == "fallback" { "prefer" } else { mode };
-    FileHandles::from_str(mode, false).map_err(|_| "one of never, prefer, mandatory".to_owned())
-}
-
 impl Options {
-    /// Checks what clap's attributes cannot express.
-    fn check(&self) -> Result<(), String> {
+    /// Checks what clap's attributes cannot express, and sets what follows from it.
+    fn check(&mut self) -> Result<(), String> {
         if self.shared_dir.is_none() {
             return Err("there is no directory to share: give --shared-dir DIR".into());
         }
@@ -519,42 +309,8 @@ impl Options {
             ));
         }
         self.check_windows()?;
-        self.check_no_open()?;
-        let finer = self.migration_verify_handles || self.migration_confirm_paths;
-        if self.migration_mode == MigrationMode::FileHandles && finer {
-            return Err(
-                "--migration-verify-handles and --migration-confirm-paths work only with --migration-mode=find-paths: \
-                        remove them, or remove --migration-mode=file-handles"
-                    .into(),
-            );
-        }
-        let translates = !self.translate_uid.is_empty() || !self.translate_gid.is_empty();
-        if self.posix_acl != Offer::Never && translates {
-            return Err(
-                "--posix-acl cannot be used with --translate-uid or --translate-gid, which do not translate the IDs in \
-                        access control lists: remove one of them"
-                    .into(),
-            );
-        }
-        self.fs_config().map(drop)
-    }
-
-    fn check_no_open(&self) -> Result<(), String> {
-        if self.no_open != NoOpen::Always {
-            return Ok(());
-        }
-        if self.posix_lock || self.flock {
-            return Err("--no-open=always cannot be used with --posix-lock or --flock, which need handles of open \
-                        files: remove one of them"
-                .into());
-        }
-        match self.cache {
-            CachePolicy::Auto | CachePolicy::Always => Ok(()),
-            CachePolicy::Never | CachePolicy::Metadata => {
-                Err("--no-open=always needs --cache=auto or --cache=always: the guest then always caches file contents"
-                    .into())
-            }
-        }
+        let opens_handles = |modcaps: &ModCaps| modcaps.adds(&Capability::CAP_DAC_READ_SEARCH);
+        self.fs.resolve(self.modcaps.as_ref().is_some_and(opens_handles))
     }
 
     /// Checks the sizes of the windows. QEMU asserts that the sum of all regions is a power of two.
@@ -638,53 +394,6 @@ impl Options {
         limits::LEAST_THREADS + more
     }
 
-    /// The settings of the file system.
-    ///
-    /// # Errors
-    /// A message if two rules of --translate-uid or --translate-gid overlap.
-    pub fn fs_config(&self) -> Result<fs::Config, String> {
-        let ids = |option, rules: &[_]| IdMap::new(rules).map_err(|e| format!("--translate-{option}: {e}"));
-        let offered = self.posix_acl != Offer::Never || self.security_label != Offer::Never;
-        Ok(fs::Config {
-            cache: self.cache,
-            negative_timeout: self.negative_timeout,
-            no_open: self.no_open,
-            writeback: self.writeback,
-            allow_direct_io: self.allow_direct_io,
-            allow_mmap: self.allow_mmap,
-            killpriv_v2: (self.killpriv_v2 || self.no_killpriv_v2).then_some(self.killpriv_v2),
-            readdirplus: !self.no_readdirplus && self.cache != CachePolicy::Never,
-            xattr: self.xattr || self.xattrmap.is_some() || offered,
-            posix_acl: self.posix_acl,
-            security_label: self.security_label,
-            announce_submounts: !self.no_announce_submounts,
-            inode_file_handles: self.inode_file_handles,
-            preserve_noatime: self.preserve_noatime,
-            readonly: self.readonly,
-            posix_lock: self.posix_lock,
-            flock: self.flock,
-            uid_map: ids("uid", &self.translate_uid)?,
-            gid_map: ids("gid", &self.translate_gid)?,
-            xattrmap: self.xattrmap.clone(),
-            migration: self.migration(),
-            max_inodes: self.max_inodes,
-            lease_timeout: self.lease_timeout,
-            dax_min_size: self.dax_min_size,
-            passthrough_min_size: self.passthrough_min_size,
-        })
-    }
-
-    fn migration(&self) -> fs::Migration {
-        let adds = |modcaps: &ModCaps| modcaps.adds(&Capability::CAP_DAC_READ_SEARCH);
-        fs::Migration {
-            mode: self.migration_mode,
-            on_error: self.migration_on_error,
-            verify_handles: self.migration_verify_handles,
-            confirm_paths: self.migration_confirm_paths,
-            trust_handles: self.migration_mode == MigrationMode::FileHandles || self.modcaps.as_ref().is_some_and(adds),
-        }
-    }
-
     /// Warnings about deprecated options that were used. Each names the option to use instead.
     pub fn deprecated(&self) -> impl Iterator<Item = &'static str> {
         [
@@ -706,32 +415,36 @@ pub fn capabilities() -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
+    use crate::fs::{CachePolicy, FileHandles, NoOpen, Offer};
 
     fn args(line: &str) -> Result<Options, Stop> {
         parse(["thruwayd"].into_iter().chain(line.split_whitespace()).map(OsString::from))
     }
 
     fn config(line: &str) -> fs::Config {
-        args(&format!("--shared-dir /s --socket-path /k {line}")).unwrap().fs_config().unwrap()
+        args(&format!("--shared-dir /s --socket-path /k {line}")).unwrap().fs
     }
 
     #[test]
     fn defaults_are_virtiofsds() {
         let options = args("--shared-dir /s --fd 3").unwrap();
         assert_eq!((options.sandbox, options.seccomp), (Sandbox::Namespace, seccomp::Action::Kill));
-        let config = options.fs_config().unwrap();
+        let config = &options.fs;
         assert_eq!((config.cache, config.inode_file_handles), (CachePolicy::Auto, FileHandles::Prefer));
-        assert!(config.announce_submounts && config.readdirplus && config.killpriv_v2.is_none() && !config.xattr);
+        assert!(!config.no_announce_submounts && !config.no_readdirplus && !config.xattr);
+        assert!(!config.killpriv_v2 && !config.no_killpriv_v2);
         assert!(!config.writeback && !config.allow_direct_io && !config.posix_lock && !config.flock);
     }
 
     #[test]
     fn the_last_option_wins() {
-        assert_eq!(config("--killpriv-v2 --no-killpriv-v2").killpriv_v2, Some(false));
-        assert_eq!(config("--no-killpriv-v2 --killpriv-v2").killpriv_v2, Some(true));
-        assert!(!config("--announce-submounts --no-announce-submounts").announce_submounts);
-        assert!(config("--no-announce-submounts --announce-submounts").announce_submounts);
+        let killpriv = [config("--killpriv-v2 --no-killpriv-v2"), config("--no-killpriv-v2 --killpriv-v2")];
+        assert_eq!(killpriv.map(|c| (c.killpriv_v2, c.no_killpriv_v2)), [(false, true), (true, false)]);
+        assert!(config("--announce-submounts --no-announce-submounts").no_announce_submounts);
+        assert!(!config("--no-announce-submounts --announce-submounts").no_announce_submounts);
         assert_eq!(config("--cache never --cache always").cache, CachePolicy::Always);
     }
 
@@ -752,7 +465,7 @@ mod tests {
             (config("--posix-acl").posix_acl, config("--posix-acl=auto").posix_acl),
             (Offer::Always, Offer::Auto)
         );
-        assert!(!config("--cache Never").readdirplus);
+        assert!(config("--cache Never").no_readdirplus);
         assert_eq!(
             ["", "--no-open", "--no-open=never"].map(|line| config(line).no_open),
             [NoOpen::Auto, NoOpen::Always, NoOpen::Never]
@@ -765,8 +478,8 @@ mod tests {
     #[test]
     fn compat_options_are_accepted() {
         let options = args("-f -d -o source=/a=b,cache=none,xattr --socket /k -o no_xattr,loglevel=err").unwrap();
-        assert_eq!((options.shared_dir(), options.cache), (Path::new("/a=b"), CachePolicy::Never));
-        assert_eq!((options.xattr, options.log_level), (false, LevelFilter::ERROR));
+        assert_eq!((options.shared_dir(), options.fs.cache), (Path::new("/a=b"), CachePolicy::Never));
+        assert_eq!((options.fs.xattr, options.log_level), (false, LevelFilter::ERROR));
         assert_eq!(options.deprecated().count(), 4);
         assert!(args("-o source=/,nonsense --fd 3").is_err());
     }

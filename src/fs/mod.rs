@@ -58,6 +58,7 @@ use crate::fuse::abi::InitFlags;
 use crate::fuse::ops::{Control, Result, Session};
 use crate::watch::Watch;
 use crate::window::{self, Window};
+pub(crate) use config::parse_size;
 pub use config::{CachePolicy, Config, FileHandles, Migration, MigrationMode, MigrationOnError, NoOpen, Offer};
 use dax::Grants;
 use file_handle::Mounts;
@@ -271,10 +272,10 @@ impl PassthroughFs {
             | InitFlags::CREATE_SUPP_GROUP
             | InitFlags::ALLOW_IDMAP;
         for (on, flags) in [
-            (c.readdirplus, InitFlags::DO_READDIRPLUS | InitFlags::READDIRPLUS_AUTO),
+            (!c.no_readdirplus, InitFlags::DO_READDIRPLUS | InitFlags::READDIRPLUS_AUTO),
             (c.writeback && (moved || self.keeps_contents()), InitFlags::WRITEBACK_CACHE),
-            (c.announce_submounts, InitFlags::SUBMOUNTS),
-            (moved || c.killpriv_v2.unwrap_or_else(|| self.clears_privileges()), InitFlags::HANDLE_KILLPRIV_V2),
+            (!c.no_announce_submounts, InitFlags::SUBMOUNTS),
+            (moved || c.killpriv_v2 || (!c.no_killpriv_v2 && self.clears_privileges()), InitFlags::HANDLE_KILLPRIV_V2),
             (c.posix_lock, InitFlags::POSIX_LOCKS),
             (c.flock, InitFlags::FLOCK_LOCKS),
             (c.allow_mmap, InitFlags::DIRECT_IO_ALLOW_MMAP),

@@ -614,7 +614,7 @@ fn set_id_bits_go_when_the_guest_says_so() {
     if !root() {
         return;
     }
-    let s = share(Config { killpriv_v2: Some(true), ..Default::default() });
+    let s = share(Config { killpriv_v2: true, ..Default::default() });
     s.put("f", b"data");
     let mode = || fs::metadata(s.dir.path().join("f")).unwrap().mode() & 0o7777;
     let set = || fs::set_permissions(s.dir.path().join("f"), fs::Permissions::from_mode(0o6755)).unwrap();
@@ -655,7 +655,7 @@ fn who_changes_a_file_decides_on_its_set_group_id_bit() {
         return;
     }
     let (user, group, other) = (1000, 1001, 1002);
-    let s = share(Config { killpriv_v2: Some(true), xattr: true, ..Default::default() });
+    let s = share(Config { killpriv_v2: true, xattr: true, ..Default::default() });
     s.put("f", b"data");
     let path = s.dir.path().join("f");
     let (node, fh) = s.open(c"f", libc::O_RDWR);
@@ -711,13 +711,15 @@ fn who_changes_a_file_decides_on_its_set_group_id_bit() {
 /// The guest clears them in a SETATTR. Linux sends none if an OPEN truncates the file.
 #[test]
 fn a_guest_that_clears_set_id_bits_itself_truncates_by_setattr() {
-    let flags =
-        |killpriv_v2, offered| share(Config { killpriv_v2, ..Config::default() }).fs.init(offered).unwrap().flags;
+    let flags = |host, offered| {
+        let config = Config { killpriv_v2: host, no_killpriv_v2: !host, ..Config::default() };
+        share(config).fs.init(offered).unwrap().flags
+    };
     let all = InitFlags::all();
     let truncates = InitFlags::ATOMIC_O_TRUNC;
-    assert!(flags(Some(true), all).contains(truncates));
-    assert!(!flags(Some(false), all).contains(truncates));
-    assert!(!flags(Some(true), all - InitFlags::HANDLE_KILLPRIV_V2).contains(truncates));
+    assert!(flags(true, all).contains(truncates));
+    assert!(!flags(false, all).contains(truncates));
+    assert!(!flags(true, all - InitFlags::HANDLE_KILLPRIV_V2).contains(truncates));
 }
 
 /// It asks for it in each write that it does not cache, whatever was settled.
@@ -726,7 +728,7 @@ fn a_direct_write_clears_set_id_bits() {
     if !root() {
         return;
     }
-    let s = share(Config { killpriv_v2: Some(false), cache: CachePolicy::Never, ..Config::default() });
+    let s = share(Config { no_killpriv_v2: true, cache: CachePolicy::Never, ..Config::default() });
     s.put("f", b"data");
     let (node, fh) = s.open(c"f", libc::O_RDWR);
     fs::set_permissions(s.dir.path().join("f"), fs::Permissions::from_mode(0o6755)).unwrap();

@@ -744,7 +744,7 @@ fn a_name_is_looked_at_after_its_directory_is_watched() {
 
 #[test]
 fn attributes_of_set_id_programs_are_not_leased() {
-    let config = Config { killpriv_v2: Some(true), ..Config::default() };
+    let config = Config { killpriv_v2: true, ..Config::default() };
     let (s, _ears) = leased(&std::env::temp_dir(), config, 100);
     s.put("f", b"program");
     fs::set_permissions(s.dir.path().join("f"), fs::Permissions::from_mode(0o4755)).unwrap();
