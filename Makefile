@@ -11,7 +11,7 @@ SCRIPTS = vm-images/boot vm-images/setup.sh vm-images/build-* vm-images/lib.sh v
 	packaging/build packaging/stage packaging/guest-kernel/apply packaging/deb/p* packaging/guest/p* \
 	bench/xtask/scenes/fill bench/xtask/scenes/top tests/guest/demo-init tests/guest/*.sh tests/host/machine tests/host/*-guest tests/host/run-case tests/host/*.sh
 
-.PHONY: all build tree tools guests images guest-kernel guest-kernel-debug demo unit quick test soak neighbours bench pictures check install \
+.PHONY: all build tree tools guests images guest-kernel guest-kernel-debug demo unit quick test cases soak neighbours bench pictures check lints docs install \
 	programs static-programs static-agent packages clean fuzz fuzz-short asan tsan miri
 
 all: build
@@ -80,14 +80,22 @@ quick:
 	$(MAKE) fuzz-short
 	$(MAKE) miri
 
+kernels = --step kernels 'vm-images/setup.sh uml-smp guest-kernel old-kernel'
+
 # What guests need is built beside the unit tests, and the kernels beside the cases that need none of them: one of the two CPUs would
 # often be idle otherwise.
 test:
 	@tests/times begin
 	vm-images/setup.sh test-packages
 	$(MAKE) -j unit guests
-	@tests/run --step kernels 'vm-images/setup.sh uml-smp guest-kernel old-kernel' --step fuzz '$(MAKE) fuzz-short' --step miri '$(MAKE) miri'; \
+	@tests/run $(kernels) --step fuzz '$(MAKE) fuzz-short' --step miri '$(MAKE) miri'; \
 		status=$$?; tests/times end; exit $$status
+
+# The part of make test that boots guests.
+cases:
+	vm-images/setup.sh test-packages
+	$(MAKE) guests
+	tests/run $(kernels) $(ARGS)
 
 soak:
 	vm-images/setup.sh tools tree programs
@@ -124,14 +132,18 @@ miri:
 fuzz_clippy = RUSTFLAGS='--cfg fuzzing' CUSTOM_LIBFUZZER_PATH=/none/libfuzzer.a CARGO_TARGET_DIR=target/fuzz/check \
 	$(CARGO) clippy --locked --manifest-path fuzz/Cargo.toml --all-targets
 
-check:
+check: lints docs
+
+docs:
+	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --workspace --no-deps --document-private-items
+	tests/documented
+
+lints:
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --workspace --all-targets -- -D warnings
-	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --workspace --no-deps --document-private-items
 	$(CARGO) fmt --manifest-path fuzz/Cargo.toml --check
 	$(fuzz_clippy) -- -D warnings
 	tests/dependencies
-	tests/documented
 	tests/circles
 	tests/patches
 	@! git grep -nE '^.{121,}' -- '*.rs' || { echo 'make check: lines have at most 120 columns, comments too' >&2; exit 1; }
