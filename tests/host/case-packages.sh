@@ -204,9 +204,10 @@ rpm_package() {
     stop_systemd rpm
 }
 
-# What the guest agent's packages have is the same program. It is started with the system, and goes with its package. Then it serves a guest.
+# guest_package DIRECTORY: what the guest agent's packages in it have is the same program. It is started with the system, and goes with
+# its package. Then it serves a guest.
 guest_package() {
-    local out=$work/packages rpm program=usr/libexec/thruway-guest machine
+    local out=$1 rpm program=usr/libexec/thruway-guest machine
     clean_root agent
     start_systemd agent
     files agent >"$work/agent/before"
@@ -264,7 +265,7 @@ case_packages() {
     diff -r "$work/packages" "$work/packages-again" || fail 'the packages are not reproducible'
     deb_package "$work"/packages/thruway_*.deb
     rpm_package "$work"/packages/thruway-[!g]*.rpm
-    guest_package
+    guest_package "$work/packages"
     guest_kernel_package "$work"/packages/thruway-guest-kernel-*.tar.gz "$work"/packages/thruway-guest-kernel-*.deb
 }
 
@@ -274,22 +275,29 @@ make_packages() {
 }
 version() { basename "$work"/packages/thruway_*.deb | sed 's/^thruway_\(.*\)-1_.*/\1/'; }
 
-# All packages by release builds from two directories: the same bytes. Static programs in a tree without anything else, and as the
-# container's image would run them. cargo install. The patches apply to Linux.
+# All packages by release builds from two directories: the same bytes. cargo install.
 soak_packages_all() {
-    local clone=$work/clone out
+    local clone=$work/clone
     git clone --quiet "$root" "$clone"
     for source in "$root" "$clone"; do
         rm -rf "$source/target/packages"
         make -C "$source" packages || fail 'make packages failed'
     done
     diff -r "$root/target/packages" "$clone/target/packages" || fail 'the packages are not reproducible'
-    out=$root/target/packages
+    { cargo install --quiet --locked --path "$root" --root "$work/cargo" && "$work/cargo/bin/thruwayd" --version; } || fail 'cargo install failed'
+    soak_packages_made
+}
+
+# What make packages has made: each package is tried. Static programs run in a tree without anything else, and as the container's image
+# would run them. The patches apply to Linux.
+soak_packages_made() {
+    local out=$root/target/packages
     deb_package "$out"/thruway_*.deb
     rpm_package "$out"/thruway-[!g]*.rpm
     static_tarball "$out"/thruway-*-static-*.tar.gz
     container_image "$out/container"
-    { cargo install --quiet --locked --path "$root" --root "$work/cargo" && "$work/cargo/bin/thruwayd" --version; } || fail 'cargo install failed'
+    guest_package "$out"
+    guest_kernel_package "$out"/thruway-guest-kernel-*.tar.gz "$out"/thruway-guest-kernel-*.deb
     patches_apply "$out"/thruway-guest-kernel-*.tar.gz
 }
 
