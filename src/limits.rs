@@ -132,9 +132,24 @@ pub const LOCKS: usize = 16_384;
 /// guest's memory, the queues, and what each thread opens for a moment. If no others are left, an open gets ENFILE.
 pub const OWN_DESCRIPTORS: u64 = 4096;
 
+/// Descriptors that are kept for files that nobody has open, or a quarter of all where that is less. A build or a
+/// listing comes back to about as many files within a second. Each costs the kernel some 300 bytes.
+pub const KEPT_DESCRIPTORS: usize = 4096;
+
 /// One daemon may have one part in so many of the open files that the host's kernel allows (fs.file-max), unless
 /// `--rlimit-nofile` says otherwise. Three hostile guests leave a quarter to the host.
 pub const FILE_MAX_SHARE: u64 = 4;
+
+/// Bytes of a session that a migration brings: enough for 40 million inodes with paths of 70 bytes. A longer one is
+/// refused.
+pub const RESTORED_BYTES: u64 = 4 << 30;
+
+/// Mounts of such a session. Each costs the target an open file. Linux allows as many in a namespace (fs.mount-max).
+pub const RESTORED_MOUNTS: usize = 100_000;
+
+/// Slots of handles that such a session may fill: more than the default limit of descriptors, a million
+/// (`--rlimit-nofile`). This limits what a damaged `fh` can cost to 100 MiB.
+pub const RESTORED_HANDLES: u32 = 1 << 20;
 
 /// Requests of one guest that wait for the mapper: SETUPMAPPING, REMOVEMAPPING, and the first open of a file with
 /// passthrough. In a guest that behaves, a process waits for each of them, and few guests have so many threads waiting

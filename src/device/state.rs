@@ -7,8 +7,7 @@ use std::thread::{Builder, JoinHandle};
 
 use parking_lot::Mutex;
 
-/// Longest state that is accepted, in bytes: enough for 40 million inodes with paths of 70 bytes.
-const MAX_STATE: u64 = 4 << 30;
+use crate::limits::RESTORED_BYTES;
 
 /// How far the last transfer is.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -71,8 +70,8 @@ impl Transfer {
         self.start("load", Progress::Loading, Progress::Loaded, move || {
             let mut state = Vec::new();
             // One more byte, to notice a state that is too long.
-            file.take(MAX_STATE + 1).read_to_end(&mut state)?;
-            if state.len() as u64 > MAX_STATE {
+            file.take(RESTORED_BYTES + 1).read_to_end(&mut state)?;
+            if state.len() as u64 > RESTORED_BYTES {
                 return Err(io::Error::other("the state is too long"));
             }
             let cancelled = cancelled.lock();

@@ -12,6 +12,7 @@ use super::host::HostFs;
 use super::inode::Open;
 use super::listing::{DirState, Listings};
 use crate::fuse::ops::Result;
+use crate::limits::RESTORED_HANDLES;
 
 /// Whether a request says that it has no handle: the guest opened the file without a message. No handle has this `fh`.
 pub fn is_unopened(fh: u64) -> bool {
@@ -78,10 +79,6 @@ impl Handle {
         self.file
     }
 }
-
-/// Slots that a migration may fill: more than the default limit of descriptors, a million (`--rlimit-nofile`). This
-/// limits what a damaged `fh` can cost to 100 MiB.
-const MAX_RESTORED: u32 = 1 << 20;
 
 /// A slot's handle, and how often the slot was used. An `fh` names one use of one slot.
 #[derive(Default)]
@@ -208,7 +205,7 @@ impl Handles {
     /// EEXIST if its slot is taken, ENFILE if no daemon can have given this `fh`.
     pub fn restore(&self, fh: u64, handle: std::result::Result<Handle, u64>) -> Result<()> {
         let index = fh as u32;
-        if index >= MAX_RESTORED || is_unopened(fh) {
+        if index >= RESTORED_HANDLES || is_unopened(fh) {
             return Err(Errno::NFILE);
         }
         self.make_used(index)?;

@@ -13,9 +13,7 @@ use std::time::Duration;
 use parking_lot::{Condvar, Mutex};
 use rustix::process::{Resource, getrlimit};
 
-/// Most descriptors that are kept. A build or a listing comes back to about as many files within a second. Each costs
-/// the kernel some 300 bytes.
-const MOST: usize = 4096;
+use crate::limits::KEPT_DESCRIPTORS;
 
 /// At most this part of what the process may open is kept: a quarter. The rest is for what the guest has open.
 const SHARE: u64 = 4;
@@ -81,7 +79,7 @@ impl<T: Keeper> Kept<T> {
             state: Mutex::new(State { keepers: VecDeque::new(), over: false }),
             changed: Condvar::new(),
             count: AtomicUsize::new(0),
-            most: MOST.min(limit as usize),
+            most: KEPT_DESCRIPTORS.min(limit as usize),
             sweeping: Mutex::new(()),
         });
         let thread = thread::Builder::new().name("thruway-sweep".into());

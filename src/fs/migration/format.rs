@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::fs::path::{MAX_NAME, is_name, is_path};
 use crate::fs::sys::{MAX_HANDLE, RawHandle};
+use crate::limits::RESTORED_MOUNTS;
 
 /// Why bytes cannot be decoded.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
@@ -25,9 +26,6 @@ pub enum Damaged {
 }
 
 type Result<T> = std::result::Result<T, Damaged>;
-
-/// Most mounts. Each costs the target an open file. Linux allows 100,000 in a namespace (fs.mount-max).
-const MAX_MOUNTS: usize = 100_000;
 
 /// Types of files: S_IFMT bits.
 const FORMATS: [u32; 7] =
@@ -156,7 +154,7 @@ impl State {
 
     /// What is wrong with the contents.
     fn fault(&self) -> Option<&'static str> {
-        if self.mounts.len() > MAX_MOUNTS {
+        if self.mounts.len() > RESTORED_MOUNTS {
             return Some("too many mounts");
         }
         let inodes = self.inodes.iter().find_map(InodeState::fault);
