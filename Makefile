@@ -75,7 +75,7 @@ guest-kernel:
 guest-kernel-debug:
 	guest-kernel/build x86_64 debug
 
-# About 2 minutes with an empty cache. -j has no number: with one, make would ration cargo's jobs. Two jobs share the terminal, so
+# -j has no number: with one, make would ration cargo's jobs. Two jobs share the terminal, so
 # cargo shows no progress bar.
 demo:
 	@echo 'make demo: about 2 minutes on two CPUs, or 30 seconds when the guest and the daemon are built'

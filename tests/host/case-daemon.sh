@@ -34,7 +34,7 @@ queues_case() {
 }
 
 case_queues_qemu() { queues_case --kind qemu --queues 2; }
-# Builds its kernel first if the cache lacks it: 6 minutes, while other cases run.
+# Builds its kernel first if the cache lacks it, while other cases run.
 case_queues_uml() {
     "$root/vm-images/setup.sh" uml-smp
     queues_case --kind uml-smp
