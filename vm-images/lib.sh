@@ -21,6 +21,8 @@ programs_dir() { artefact programs "$here/build-programs" "$here/packages/progra
 callers_dir() { artefact callers "$here/build-callers" "$here/packages/callers.list" "$here/packages/tree.list"; }
 distributed_dir() { artefact distributed "$here/build-distributed" "$here/packages/distributed.list" "$here/packages/tree.list"; }
 uml_smp_dir() { artefact uml-smp "$here/build-uml-smp" "$here/linux-source.sh" "$here/uml-smp.config" "${uml_patches[@]}"; }
+# Debian's kernel source, without patches.
+linux_source_dir() { artefact linux-source "$here/linux-source.sh"; }
 # Has kernels by their series: 6.12, 6.1.
 old_kernel_dir() { artefact old-kernel "$here/build-old-kernel"; }
 
