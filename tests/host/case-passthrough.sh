@@ -291,3 +291,10 @@ case_passthrough_old_guest() {
     old_guest
 }
 case_passthrough_old_guest_dax() { old_guest --dax; }
+
+# The series fixes: a race that takes a guest with two CPUs. A few hundred rounds are enough where it is lost.
+case_fixes_links() {
+    passthrough
+    make_fast_share share
+    guest links --kind qemu --cpus 2 --share "s=$work/share" "${window_boot[@]}" "$guest_dir/links.py" /mnt/s "$(pick 1500 50000)"
+}
