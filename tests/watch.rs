@@ -285,7 +285,7 @@ fn every_change_is_told(share: &Path) {
         ("mv d/g d/g2", vec![moves(g, "g", place(d, "g2"))]),
         ("mv d/g2 d/f", vec![moves(g, "g2", place(d, "f"))]),
         ("rm d/link", vec![at(ops::REMOVE, link, d, "link")]),
-        ("mv d/f out/f", vec![moves(g, "f", Place::default())]),
+        ("mv d/f out/f", vec![moves(g, "f", place(0, "f"))]),
         ("rm out/h", vec![of(attr, h)]),
         ("rm d/h", vec![at(ops::REMOVE, h, d, "h")]),
         ("rm -r d", vec![at(ops::REMOVE | ops::DIRECTORY, d, ROOT_ID, "d")]),

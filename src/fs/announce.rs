@@ -24,7 +24,10 @@ pub(super) fn change(agents: &Agents, change: &Change) {
         tell(ops::CREATE, here.clone(), Place::default());
     }
     if let Some((newdir, newname)) = change.to.filter(|(newdir, _)| change.dir != 0 || *newdir != 0) {
-        tell(ops::RENAME, place(change.dir, change.name), place(newdir, newname));
+        // The kernel names only directories that are watched. Any name does for a place that the guest does not know.
+        let name = if change.dir == 0 { newname } else { change.name };
+        let newname = if newdir == 0 { name } else { newname };
+        tell(ops::RENAME, place(change.dir, name), place(newdir, newname));
     }
     let same: u16 =
         [(libc::FAN_MODIFY, ops::CONTENTS), (libc::FAN_CLOSE_WRITE, ops::CLOSED), (libc::FAN_ATTRIB, ops::ATTRIBUTES)]

@@ -218,6 +218,31 @@ def a_tree_goes():
     os.close(watcher.fd)
 
 
+def it_moves_to_where_nobody_has_been():
+    """The agent has no directory there."""
+    host("mkdir -p v/dir u/deep && touch v/file")
+    watcher = oracle.Watcher(["v"])
+    for name in ["v/dir", "v/file"]:
+        os.stat(name)
+    host(f"mv v/dir v/file u/deep/ && touch v/{oracle.SENTINEL}-v")
+    events = []
+    while ("v", oracle.CREATE, f"{oracle.SENTINEL}-v") not in events:
+        wait(watcher.fd)
+        events += [(directory, mask, name) for directory, mask, _, name in watcher.now()]
+    moved = [event for event in events if event[1] & oracle.MOVED_FROM]
+    equal(moved, [("v", oracle.MOVED_FROM | oracle.ISDIR, "dir"), ("v", oracle.MOVED_FROM, "file")])
+    # And back from there.
+    host(f"touch w && mv u/deep/dir u/deep/file w v/ && touch v/{oracle.SENTINEL}-v2")
+    events = []
+    while ("v", oracle.CREATE, f"{oracle.SENTINEL}-v2") not in events:
+        wait(watcher.fd)
+        events += [(directory, mask, name) for directory, mask, _, name in watcher.now()]
+    came = [name for _, mask, name in events if mask & oracle.MOVED_TO]
+    equal(came, ["dir", "file", "w"])
+    equal((os.listdir("u/deep"), os.path.isdir("v/dir"), status()["failed"]), ([], True, 0))
+    os.close(watcher.fd)
+
+
 def a_second_one():
     """Each change is repeated once, by one of two, and by the second if the first is killed."""
     global agent
@@ -497,6 +522,7 @@ def main():
         (dirty_data_stays,),
         (a_watch_outlives_a_name,),
         (a_tree_goes,),
+        (it_moves_to_where_nobody_has_been,),
         (mounted_read_only,),
         (submounts,),
         (in_another_namespace,),
