@@ -4,7 +4,7 @@
 //! of it is mapped into the guest). [`watch`] tells what the host changes in it, and [`agent`] keeps what of that the
 //! guest's agent is to repeat.
 
-// The modules `doors` open private items to tests and fuzz targets.
+// The modules `fuzzing` open private items to tests and fuzz targets.
 #![cfg_attr(not(any(test, fuzzing)), warn(missing_docs))]
 
 pub mod agent;

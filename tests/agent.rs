@@ -14,7 +14,7 @@ use thruway::fs::{Config, PassthroughFs, proc_self_fd};
 use thruway::fuse::abi::*;
 use thruway::fuse::buf::IoRange;
 use thruway::fuse::ops::Wait;
-use thruway::fuse::{Io, Job, Release, Server, Stopping, Transport, WayBack, Work};
+use thruway::fuse::{Io, Job, Release, ReplySender, Server, Stopping, Transport, Work};
 use thruway::watch::Watch;
 use thruway_guest::protocol::{self, Batch, Change, Done, Hello, MARKER, MESSAGE, PHANTOMS, ops};
 use zerocopy::{FromBytes, IntoBytes};
@@ -52,7 +52,7 @@ impl Transport for Here {
         self.again = true;
     }
 
-    fn detach(&mut self) -> WayBack {
+    fn detach(&mut self) -> ReplySender {
         unreachable!("there is no window")
     }
 
@@ -61,7 +61,7 @@ impl Transport for Here {
         Ok(())
     }
 
-    fn park(&mut self, _bytes: usize, _release: Release) -> Option<(WayBack, Stopping)> {
+    fn park(&mut self, _bytes: usize, _release: Release) -> Option<(ReplySender, Stopping)> {
         let (send, parked) = channel();
         self.parked = Some(parked);
         Some((Box::new(move |reply| drop(send.send(reply))), Box::new(|| false)))

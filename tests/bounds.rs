@@ -13,7 +13,7 @@ use thruway::device::{self, Handler, Urings};
 use thruway::fuse::abi::*;
 use thruway::fuse::metrics::LateMeter;
 use thruway::fuse::ops::Wait;
-use thruway::fuse::{Io, Transport, WayBack, Work};
+use thruway::fuse::{Io, ReplySender, Transport, Work};
 use thruway::limits::{LOCK_THREADS, Limit, QUEUE_BYTES, URING_REQUESTS, WORK_THREADS};
 use thruway_bench::frontend::{Frontend, Options};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
@@ -149,7 +149,7 @@ impl Handler for Stub {
             LOCK => {
                 seen.lock.fetch_add(1, Ordering::SeqCst);
                 let gate = seen.clone();
-                let lock = move |back: WayBack| {
+                let lock = move |back: ReplySender| {
                     gate.gate.wait();
                     back(reply());
                 };

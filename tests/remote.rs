@@ -29,7 +29,7 @@ use thruway::fs::{CachePolicy, Config, FileHandles, PassthroughFs, proc_self_fd}
 use thruway::fuse::abi::*;
 use thruway::fuse::buf::IoRange;
 use thruway::fuse::ops::{Attrs, Caller, Control, DirSink, Dirs, Files, Names, Threads, Wait};
-use thruway::fuse::{Io, Job, Reply, Server, Transport, WayBack, Work};
+use thruway::fuse::{Io, Job, Reply, ReplySender, Server, Transport, Work};
 use thruway::watch::Watch;
 use thruway_bench::frontend::{Frontend, Options, Token};
 use zerocopy::{FromBytes, IntoBytes};
@@ -163,7 +163,7 @@ impl Transport for Here<'_> {
         self.may_wait = true;
     }
 
-    fn detach(&mut self) -> WayBack {
+    fn detach(&mut self) -> ReplySender {
         self.left = true;
         let fuse = self.fuse.clone();
         Box::new(move |reply| {

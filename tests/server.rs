@@ -16,7 +16,7 @@ use thruway::fs::{CachePolicy, Config, FileHandles, NoOpen, Offer, PassthroughFs
 use thruway::fuse::abi::*;
 use thruway::fuse::buf::IoRange;
 use thruway::fuse::ops::Wait;
-use thruway::fuse::{Io, Job, Server, Transport, WayBack, Work};
+use thruway::fuse::{Io, Job, ReplySender, Server, Transport, Work};
 use thruway::limits::{DATA_BYTES, INODE_MEMORY, REMOVED_PARTS};
 use thruway::watch::Watch;
 use zerocopy::{FromBytes, IntoBytes};
@@ -73,7 +73,7 @@ impl Transport for Here {
         self.io = true;
     }
 
-    fn detach(&mut self) -> WayBack {
+    fn detach(&mut self) -> ReplySender {
         unreachable!("there is no window")
     }
 
@@ -313,8 +313,8 @@ fn files_that_a_guest_has_open_cost_no_descriptors() {
     }
     let mut guest = Guest::new(no_open());
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
-    // The daemon keeps a quarter of them or 4096 at most (src/fs/kept.rs), the root, and one directory of its mount. A
-    // sweep may have one that it is about to close.
+    // The daemon keeps a quarter of them or 4096 at most (src/fs/fd_cache.rs), the root, and one directory of its
+    // mount. A sweep may have one that it is about to close.
     let most = (limit / 4).min(4096) as usize + 3;
     let open = OpenIn { flags: libc::O_RDONLY as u32, open_flags: 0 };
     assert_eq!(guest.call(Opcode::Open, ROOT_ID, &[open.as_bytes()]), Err(libc::ENOSYS));

@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 
 use libfuzzer_sys::fuzz_target;
 use rustix::io::Errno;
-use thruway::device::doors::{Memory, RegionState, Segment, Table, Tables, is_near, load, mark_dirty, write};
+use thruway::device::fuzzing::{Memory, RegionState, Segment, Table, Tables, is_near, load, mark_dirty, write};
 use thruway::fuse::Work;
 use thruway_fuzz::Input;
 use vm_memory::mmap::MmapRegion;
@@ -151,7 +151,7 @@ fuzz_target!(|bytes: &[u8]| {
                 }
             }
         }
-        assert_eq!(loaded.kept.files.len(), usize::from(uses_file));
+        assert_eq!(loaded.snapshot.files.len(), usize::from(uses_file));
         let refused = loaded.refuse(Errno::IO);
         assert!(refused == 0 || refused <= 16);
         drop(loaded);

@@ -4,7 +4,7 @@
 use std::ffi::CString;
 
 use libfuzzer_sys::fuzz_target;
-use thruway::cli::doors;
+use thruway::cli::fuzzing;
 use thruway::fs::idmap::{IdMap, Rule};
 use thruway::fs::xattrmap::XattrMap;
 use thruway::sandbox::IdRange;
@@ -150,10 +150,10 @@ fn sizes(text: &str) {
     };
     let number = digits.parse::<u64>().ok().zip(shift).map(|(n, shift)| u128::from(n) << shift);
     let want = number.and_then(|n| u64::try_from(n).ok());
-    assert_eq!(doors::size(text), want);
+    assert_eq!(fuzzing::size(text), want);
     let (size, required) = text.strip_suffix(",required").map_or((text, false), |size| (size, true));
-    let want = doors::size(size).filter(|n| n % (2 << 20) == 0);
-    assert_eq!(doors::window(text).map(|w| (w.size, w.required)), want.map(|size| (size, required)));
+    let want = fuzzing::size(size).filter(|n| n % (2 << 20) == 0);
+    assert_eq!(fuzzing::window(text).map(|w| (w.size, w.required)), want.map(|size| (size, required)));
 }
 
 fuzz_target!(|bytes: &[u8]| {

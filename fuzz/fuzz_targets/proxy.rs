@@ -15,13 +15,13 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use thruway::fuse::abi::*;
 use thruway::window::proxy::Kind;
-use thruway::window::proxy::doors::Rig;
+use thruway::window::proxy::fuzzing::Harness;
 use thruway_fuzz::Input;
 use zerocopy::{FromBytes, IntoBytes};
 
 struct Kept {
-    mounted: Rig,
-    talking: Rig,
+    mounted: Harness,
+    talking: Harness,
     kernel: OwnedFd,
     next: u64,
 }
@@ -31,7 +31,7 @@ impl Kept {
         let (fuse, kernel) =
             socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
         let root = open("/proc/self/fd", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap();
-        Self { mounted: Rig::mounted().expect("FUSE"), talking: Rig::talking(fuse, root), kernel, next: 1 }
+        Self { mounted: Harness::mounted().expect("FUSE"), talking: Harness::talking(fuse, root), kernel, next: 1 }
     }
 }
 

@@ -8,10 +8,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
-use thruway::device::doors::{Crew, Lookout, Memory, Pools, RegionState, Service, Tables, Vring, Workers};
+use thruway::device::fuzzing::{Crew, Lookout, Memory, Pools, RegionState, Service, Tables, Vring, Workers};
 use thruway::device::{Handler, Urings};
 use thruway::fuse::ops::Wait;
-use thruway::fuse::{Transport, WayBack, Work};
+use thruway::fuse::{ReplySender, Transport, Work};
 use thruway_fuzz::Input;
 use vhost_user_backend::VringT;
 use vm_memory::mmap::MmapRegion;
@@ -29,7 +29,7 @@ const ROUNDS: usize = 8;
 
 /// Replies in any of the possible ways; the request chooses.
 #[derive(Default)]
-struct Any(Mutex<Vec<WayBack>>);
+struct Any(Mutex<Vec<ReplySender>>);
 
 impl Handler for Any {
     fn handle(&self, work: &mut Work, from: &mut dyn Transport) -> usize {

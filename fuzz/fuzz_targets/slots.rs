@@ -13,7 +13,7 @@ use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, fstat, ftruncate, memfd_
 use rustix::io::{Errno, pwrite};
 use rustix::mm::{MapFlags, ProtFlags, mmap};
 use thruway::fuse::ops::{Answer, Result};
-use thruway::window::doors::Rig;
+use thruway::window::fuzzing::Harness;
 use thruway::window::proxy::{Event, Kind, Opened};
 use thruway::window::{Facts, Frontend, Mapping, PATIENCE, ProxyFiles, RANGE, Settings, Source, Writable};
 use thruway_fuzz::Input;
@@ -135,7 +135,7 @@ impl Source for OneFile {
 }
 
 struct Kept {
-    rig: Rig,
+    rig: Harness,
     mapped: Arc<Mapped>,
     files: Arc<Files>,
     /// The guest's view of the table.
@@ -147,7 +147,7 @@ impl Kept {
         let made = (0..NODES).map(|_| memfd_create("file", MemfdFlags::CLOEXEC).unwrap()).collect();
         let files = Arc::new(Files(Arc::default(), made));
         let settings = Settings { size: PASSTHROUGH, slots: SLOTS, writable: Writable::InPlace, patience: PATIENCE };
-        let rig = Rig::new(DAX, settings, files.clone()).unwrap();
+        let rig = Harness::new(DAX, settings, files.clone()).unwrap();
         let mapped: Arc<Mapped> = Arc::default();
         let file = rig.table().file().unwrap();
         // SAFETY: the kernel chooses the address.

@@ -2,7 +2,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use thruway::fs::doors::{Location, State};
+use thruway::fs::fuzzing::{Location, State};
 
 fn is_safe(path: &[u8]) -> bool {
     !path.is_empty()

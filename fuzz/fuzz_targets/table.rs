@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 
 use libfuzzer_sys::fuzz_target;
 use rustix::mm::{MapFlags, ProtFlags, mmap};
-use thruway::window::doors::{Change, Entry, EntryState, Line, Table};
+use thruway::window::fuzzing::{Change, Entry, EntryState, Line, Table};
 use thruway_fuzz::Input;
 
 const LEN: usize = 2 << 20;

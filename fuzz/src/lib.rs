@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use thruway::fuse::buf::IoRange;
 use thruway::fuse::ops::{Result, Wait};
-use thruway::fuse::{Io, Job, Transport, WayBack};
+use thruway::fuse::{Io, Job, ReplySender, Transport};
 
 /// Records what a request wants from another thread, and late replies.
 #[derive(Default)]
@@ -36,7 +36,7 @@ impl Transport for Here {
         self.io = true;
     }
 
-    fn detach(&mut self) -> WayBack {
+    fn detach(&mut self) -> ReplySender {
         let late = self.late.clone();
         Box::new(move |reply| *late.lock().unwrap() = Some(reply))
     }

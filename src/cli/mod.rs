@@ -6,7 +6,7 @@ pub mod log;
 
 /// For fuzz/.
 #[cfg(fuzzing)]
-pub mod doors {
+pub mod fuzzing {
     pub fn size(text: &str) -> Option<u64> {
         super::parse_size(text).ok()
     }

@@ -12,7 +12,7 @@ use vm_memory::{
 };
 use zerocopy::IntoBytes;
 
-use super::region::{Kept, Memory, Region, Tables, again, is_mapped_file};
+use super::region::{Memory, MemorySnapshot, Region, Tables, again, is_mapped_file};
 use crate::fuse::Work;
 use crate::fuse::abi::{InHeader, OutHeader};
 use crate::fuse::buf::IoVecs;
@@ -53,7 +53,7 @@ impl Used {
 /// A [`Work`] with the slices of a chain, while the memory under them is sure to stay mapped.
 pub struct Loaded<'a> {
     pub work: &'a mut Work,
-    pub kept: &'a Kept,
+    pub snapshot: &'a MemorySnapshot,
 }
 
 impl Drop for Loaded<'_> {
@@ -85,17 +85,17 @@ impl Loaded<'_> {
 /// `kept` has the mapped files among its buffers then, and no others.
 pub fn load<'a>(
     mem: &Tables,
-    kept: &'a mut Kept,
+    snapshot: &'a mut MemorySnapshot,
     table: Table,
     head: u16,
     work: &'a mut Work,
     segments: &mut Vec<Segment>,
 ) -> (Loaded<'a>, Result<()>) {
     segments.clear();
-    kept.files.clear();
-    let mut buffers = Buffers { near: &kept.near, files: &mut kept.files, mem, all: None };
-    let fault = gather(&mut Walk::new(&kept.near, table, head), &mut buffers, work, segments);
-    (Loaded { work, kept }, fault)
+    snapshot.files.clear();
+    let mut buffers = Buffers { near: &snapshot.near, files: &mut snapshot.files, mem, all: None };
+    let fault = gather(&mut Walk::new(&snapshot.near, table, head), &mut buffers, work, segments);
+    (Loaded { work, snapshot }, fault)
 }
 
 /// Where a chain's buffers may be. Keeps each mapped file in which one is.
@@ -147,8 +147,9 @@ fn push(mem: &mut Buffers, addr: GuestAddress, len: u32, to: &mut IoVecs) -> Res
     each_slice(mem, addr, len as usize, |region, offset, len| {
         let base = region.get_host_address(MemoryRegionAddress(offset)).map_err(|_| Errno::FAULT)?;
         let near = !is_mapped_file(region);
-        // SAFETY: `each_slice` keeps the range within the region, which `Kept` keeps mapped. `Loaded` borrows that and
-        // empties the list before the borrow ends. A mapped file may have been cut, so its region is not `near`.
+        // SAFETY: `each_slice` keeps the range within the region, which `MemorySnapshot` keeps mapped. `Loaded` borrows
+        // that and empties the list before the borrow ends. A mapped file may have been cut, so its region is not
+        // `near`.
         unsafe { to.push(base, len, near) };
         Ok(())
     })
@@ -166,7 +167,7 @@ impl Find for &Memory {
     }
 }
 
-impl Find for &Kept {
+impl Find for &MemorySnapshot {
     fn find(&mut self, addr: GuestAddress) -> Option<(&Region, MemoryRegionAddress)> {
         let of_file = |file: &'_ Arc<Region>| file.to_region_addr(addr);
         let file = || self.files.iter().find_map(|file| Some((&**file, of_file(file)?)));
@@ -229,7 +230,7 @@ fn near(region: &Region, _offset: u64, _len: usize) -> Result<()> {
 }
 
 /// Marks the first `len` bytes of the writable ranges as written in the frontend's log of dirty pages.
-pub fn mark_dirty(mem: &Kept, segments: &[Segment], mut len: usize) {
+pub fn mark_dirty(mem: &MemorySnapshot, segments: &[Segment], mut len: usize) {
     for segment in segments {
         let n = len.min(segment.len as usize);
         // A range that has left guest memory needs no log.

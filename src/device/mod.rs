@@ -8,12 +8,13 @@
 mod chain;
 mod config;
 mod crew;
-mod crowd;
 mod deputy;
 mod handler;
 mod late;
 mod lookout;
+mod migration;
 mod monitor;
+mod offload;
 mod origin;
 mod poll;
 mod pool;
@@ -23,7 +24,6 @@ mod ring;
 mod scratch;
 mod seat;
 mod shmem;
-mod state;
 mod tally;
 mod uring;
 mod worker;
@@ -55,6 +55,7 @@ use crate::window::Window;
 use config::ConfigSpace;
 use crew::Crew;
 use lookout::Lookout;
+use migration::Transfer;
 use monitor::Connection;
 use origin::Service;
 use pool::Pools;
@@ -62,11 +63,10 @@ use queue::Workers;
 use region::{GuestMemory, Memory, RegionState, Tables, is_mapped_file};
 use ring::Vring;
 use shmem::Channel;
-use state::Transfer;
 
 /// For fuzz/.
 #[cfg(fuzzing)]
-pub mod doors {
+pub mod fuzzing {
     pub use super::chain::{Segment, Table, is_near, load, mark_dirty, write};
     pub use super::crew::Crew;
     pub use super::lookout::Lookout;
@@ -78,11 +78,11 @@ pub mod doors {
 }
 
 pub use config::{MAX_REQUEST_QUEUES, TAG_LEN};
-pub use crowd::LARGE;
 pub use handler::Handler;
+pub use migration::Progress;
 pub use monitor::{FrontendState, Monitor, QueueState, Work};
+pub use offload::LARGE;
 pub use poll::offer_cpu;
-pub use state::Progress;
 pub use uring::Urings;
 
 /// Default of [`Options::poll`] in µs. A guest whose CPU sleeps while it waits takes about 50 from a reply to its next
@@ -421,14 +421,14 @@ impl<H: Handler> VhostUserBackend for Device<H> {
         file: File,
     ) -> io::Result<Option<File>> {
         if self.rings.iter().filter_map(OnceLock::get).any(|ring| ring.0.is_started()) {
-            return Err(state::refuse("the device is running"));
+            return Err(migration::refuse("the device is running"));
         }
         let handler = self.workers.service.handler.clone();
         match direction {
             VhostTransferStateDirection::SAVE => {
                 let waiting = self.workers.service.waiting.load(Ordering::Acquire) > 0;
                 if waiting || self.rings.iter().filter_map(OnceLock::get).any(|ring| ring.0.owes()) {
-                    return Err(state::refuse("a process of the guest waits for a lock, and the wait cannot move"));
+                    return Err(migration::refuse("a process of the guest waits for a lock, and the wait cannot move"));
                 }
                 self.transfer.save(file, move || handler.save())?;
             }

@@ -10,8 +10,8 @@ use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRE
 use vmm_sys_util::eventfd::EventFd;
 
 use super::config::{MAX_REQUEST_QUEUES, Role};
+use super::migration::Progress;
 use super::ring::{Ring, Vring};
-use super::state::Progress;
 use super::tally::Tally;
 
 /// Most queues of a device: with the high priority queue.

@@ -8,16 +8,16 @@ use parking_lot::Mutex;
 use rustix::io::Errno;
 
 use super::chain::{self, Loaded, Segment, Used};
-use super::crowd::Crowd;
 use super::handler::Handler;
+use super::offload::CopyOffload;
 use super::pool::{self, Pools};
-use super::region::{Kept, Tables};
+use super::region::{MemorySnapshot, Tables};
 use super::ring::Ring;
 use super::tally::Tally;
 use super::uring::Uring;
 use crate::fuse::buf::IoRange;
 use crate::fuse::ops::{Result, Wait};
-use crate::fuse::{Io, Job, Release, Stopping, Transport, WayBack, Work};
+use crate::fuse::{Io, Job, Release, ReplySender, Stopping, Transport, Work};
 use crate::limits::{LATE_REPLY_BYTES, Limit};
 
 /// What serves requests, the memory that they are in, and the threads for those that wait.
@@ -35,10 +35,10 @@ pub struct Origin<'a, H> {
     pub ring: &'a Arc<Ring>,
     pub head: u16,
     pub segments: &'a [Segment],
-    pub kept: &'a Kept,
+    pub snapshot: &'a MemorySnapshot,
     pub uring: Option<&'a Mutex<Uring>>,
     /// The worker's. `None` on a thread that may wait.
-    pub crowd: Option<&'a mut Crowd>,
+    pub offload: Option<&'a mut CopyOffload>,
     /// Where the worker counts. `None` on another thread.
     pub tally: Option<&'a Tally>,
     /// The chain goes back with a late reply.
@@ -76,27 +76,27 @@ impl<H: Handler> Origin<'_, H> {
         self.tally.inspect(|tally| tally.handed_over());
         let (service, head, busy) = (self.service.clone(), self.head, self.ring.occupy());
         self.work(Box::new(move || {
-            let (mut kept, table) = (service.mem.keep(), busy.ring().table());
+            let (mut snapshot, table) = (service.mem.keep(), busy.ring().table());
             let (mut work, mut segments) = (Work::default(), Vec::new());
             work.since = since;
-            let (mut loaded, fault) = chain::load(&service.mem, &mut kept, table, head, &mut work, &mut segments);
+            let (mut loaded, fault) = chain::load(&service.mem, &mut snapshot, table, head, &mut work, &mut segments);
             let ring = busy.ring();
             let mut origin = Origin {
                 service: &service,
                 ring,
                 head,
                 segments: &segments,
-                kept: loaded.kept,
+                snapshot: loaded.snapshot,
                 uring: None,
-                crowd: None,
+                offload: None,
                 tally: None,
                 left: false,
             };
             let written = origin.serve(&mut loaded, fault);
             drop(loaded);
             if let Some(written) = written {
-                chain::mark_dirty(&kept, &segments, written);
-                busy.give_back(&kept.near, Used::new(head, written));
+                chain::mark_dirty(&snapshot, &segments, written);
+                busy.give_back(&snapshot.near, Used::new(head, written));
             }
         }));
     }
@@ -104,11 +104,11 @@ impl<H: Handler> Origin<'_, H> {
 
 impl<H: Handler> Transport for Origin<'_, H> {
     fn moves(&mut self, bytes: usize) -> bool {
-        self.crowd.as_mut().is_some_and(|crowd| crowd.moves(bytes))
+        self.offload.as_mut().is_some_and(|offload| offload.moves(bytes))
     }
 
     fn may_wait(&self) -> bool {
-        self.crowd.is_none()
+        self.offload.is_none()
     }
 
     fn io(&mut self, io: Io, data: &IoRange) {
@@ -118,8 +118,9 @@ impl<H: Handler> Transport for Origin<'_, H> {
         }
         self.left = true;
         let since = io.meter.since();
-        let begin =
-            |uring: &Mutex<Uring>| uring.lock().begin(io, data.as_slice(), self.head, self.segments, self.kept.clone());
+        let begin = |uring: &Mutex<Uring>| {
+            uring.lock().begin(io, data.as_slice(), self.head, self.segments, self.snapshot.clone())
+        };
         match self.uring.is_some_and(begin) {
             true => drop(self.tally.inspect(|tally| tally.submitted())),
             false => self.hand_over(since),
@@ -133,14 +134,14 @@ impl<H: Handler> Transport for Origin<'_, H> {
         }
     }
 
-    fn detach(&mut self) -> WayBack {
+    fn detach(&mut self) -> ReplySender {
         self.left = true;
-        let promise = self.ring.promise(self.head, self.segments, LATE_REPLY_BYTES);
+        let completion = self.ring.completion(self.head, self.segments, LATE_REPLY_BYTES);
         // A late reply must not keep the memory of a guest that is gone.
         let ring = Arc::downgrade(self.ring);
         Box::new(move |reply| {
             if let Some(ring) = ring.upgrade() {
-                ring.complete(promise, reply);
+                ring.complete(completion, reply);
             }
         })
     }
@@ -169,15 +170,15 @@ impl<H: Handler> Transport for Origin<'_, H> {
         self.ring.stopping().load(Ordering::Relaxed)
     }
 
-    fn park(&mut self, bytes: usize, release: Release) -> Option<(WayBack, Stopping)> {
+    fn park(&mut self, bytes: usize, release: Release) -> Option<(ReplySender, Stopping)> {
         self.left = true;
         self.ring.release_parked_by(release);
         // A stop waits for it, after it has had it answered.
         let (busy, parked) = (self.ring.occupy(), Locked::new(self.ring.locks()));
-        let promise = self.ring.promise(self.head, self.segments, bytes);
+        let completion = self.ring.completion(self.head, self.segments, bytes);
         let back = move |reply| {
             drop(parked);
-            busy.complete(promise, reply);
+            busy.complete(completion, reply);
         };
         let ring = self.ring.clone();
         Some((Box::new(back), Box::new(move || ring.stopping().load(Ordering::SeqCst))))

@@ -10,12 +10,12 @@ use parking_lot::MutexGuard;
 use super::chain::{self, Table, Used};
 use super::config::Role;
 use super::crew::Crew;
-use super::crowd::HOLDS_UP;
 use super::handler::Handler;
 use super::lookout::Lookout;
 use super::monitor::Monitor;
+use super::offload::HOLDS_UP;
 use super::origin::{Origin, Service};
-use super::region::Kept;
+use super::region::MemorySnapshot;
 use super::ring::{Busy, Ring};
 use super::scratch::{BATCH, Scratch};
 use super::seat::{Seat, Turn};
@@ -87,21 +87,21 @@ impl<H: Handler> Workers<H> {
         let tally = self.monitor.tally(index);
         loop {
             scratch.reap();
-            let mut kept = self.service.mem.keep();
+            let mut snapshot = self.service.mem.keep();
             let mut seat = ring.seat();
             let Seat { heads, used, own_away, .. } = &mut *seat;
             used.append(&mut scratch.used);
             // The end of a hold wakes the worker.
             let ends = self.monitor.is_held() || self.closing.load(Ordering::Relaxed) || !own && !*own_away;
             if heads.is_empty() && ends {
-                ring.flush(&kept.near, used);
+                ring.flush(&snapshot.near, used);
                 scratch.poll.rest();
                 ring.leave(seat, scratch);
                 return End::Left;
             }
             let rest = scratch.poll.is_over();
             let table = match heads.is_empty() {
-                true => ring.exchange(index, &kept.near, used, heads, BATCH, rest),
+                true => ring.exchange(index, &snapshot.near, used, heads, BATCH, rest),
                 false => ring.table(),
             };
             if seat.heads.is_empty() {
@@ -118,7 +118,8 @@ impl<H: Handler> Workers<H> {
             if scratch.poll.found() {
                 tally.found();
             }
-            if let End::TakenOver = self.serve_batch(ring, seat, (turn, own), &mut kept, table, &mut scratch, tally) {
+            if let End::TakenOver = self.serve_batch(ring, seat, (turn, own), &mut snapshot, table, &mut scratch, tally)
+            {
                 return End::TakenOver;
             }
         }
@@ -130,17 +131,17 @@ impl<H: Handler> Workers<H> {
         ring: &'a Arc<Ring>,
         mut seat: MutexGuard<'a, Seat<Busy>>,
         (turn, own): (Turn, bool),
-        kept: &mut Kept,
+        snapshot: &mut MemorySnapshot,
         table: Table,
         scratch: &mut Scratch,
         tally: &Tally,
     ) -> End {
-        let Scratch { work, segments, uring, crowd, .. } = scratch;
+        let Scratch { work, segments, uring, offload, .. } = scratch;
         let (service, uring) = (&self.service, uring.as_deref());
         let mut moved = 0;
         while let Some(head) = seat.begin() {
             drop(seat);
-            let (mut loaded, fault) = chain::load(&service.mem, kept, table, head, work, segments);
+            let (mut loaded, fault) = chain::load(&service.mem, snapshot, table, head, work, segments);
             let sent = loaded.work.readable.len();
             moved += sent;
             let mut origin = Origin {
@@ -148,34 +149,34 @@ impl<H: Handler> Workers<H> {
                 ring,
                 head,
                 segments,
-                kept: loaded.kept,
+                snapshot: loaded.snapshot,
                 uring,
-                crowd: Some(crowd),
+                offload: Some(offload),
                 tally: Some(tally),
                 left: false,
             };
             let written = origin.serve(&mut loaded, fault);
             drop(loaded);
             if let Some(written) = written.filter(|_| self.logging.load(Ordering::Acquire)) {
-                chain::mark_dirty(kept, segments, written);
+                chain::mark_dirty(snapshot, segments, written);
             }
             seat = ring.seat();
             if let Some(busy) = seat.end(turn) {
                 drop(seat);
-                ring.return_from(busy, own, &kept.near, written.map(|written| Used::new(head, written)));
+                ring.return_from(busy, own, &snapshot.near, written.map(|written| Used::new(head, written)));
                 return End::TakenOver;
             }
             let Some(written) = written else {
-                crowd.left();
+                offload.left();
                 continue;
             };
             let Seat { heads, used, .. } = &mut *seat;
             // Without io_uring nothing leaves.
-            crowd.served(sent + written, || uring.is_some() && (!heads.is_empty() || ring.has_more(&kept.near)));
+            offload.served(sent + written, || uring.is_some() && (!heads.is_empty() || ring.has_more(&snapshot.near)));
             moved += written;
             used.push(Used::new(head, written));
             if moved >= HOLDS_UP {
-                ring.flush(&kept.near, used);
+                ring.flush(&snapshot.near, used);
                 moved = 0;
             }
         }

@@ -61,8 +61,8 @@ impl Tables {
     }
 
     /// Keeps what is not a mapped file.
-    pub fn keep(&self) -> Kept {
-        Kept { near: self.near.memory(), files: Vec::new() }
+    pub fn keep(&self) -> MemorySnapshot {
+        MemorySnapshot { near: self.near.memory(), files: Vec::new() }
     }
 }
 
@@ -73,7 +73,7 @@ pub fn again(region: &Region) -> Option<Region> {
 
 /// Memory that stays mapped: all that is not a mapped file, and the files that one request uses.
 #[derive(Clone)]
-pub struct Kept {
+pub struct MemorySnapshot {
     pub near: GuestMemoryLoadGuard<Memory>,
     /// In the order of their addresses.
     pub files: Vec<Arc<Region>>,

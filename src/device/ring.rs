@@ -141,7 +141,7 @@ impl Heads {
 }
 
 /// Where a late reply belongs.
-pub struct Promise {
+pub struct Completion {
     session: u64,
     head: u16,
     /// Guest addresses, as the memory table may change until the reply is there. Enough for the longest reply.
@@ -149,7 +149,7 @@ pub struct Promise {
 }
 
 /// Replies that came late, and the ring as it was when it stopped.
-type LateReplies = Late<(Promise, Vec<u8>), QueueState>;
+type LateReplies = Late<(Completion, Vec<u8>), QueueState>;
 
 type State<'a> = <VringMutex<GuestMemory> as VringStateMutGuard<'a, GuestMemory>>::G;
 
@@ -336,15 +336,15 @@ impl Ring {
 
     /// What a late reply of up to `bytes` to the chain at `head` needs to find its way. Call it while the chain is
     /// served.
-    pub fn promise(&self, head: u16, segments: &[Segment], bytes: usize) -> Promise {
+    pub fn completion(&self, head: u16, segments: &[Segment], bytes: usize) -> Completion {
         let segments = chain::first(segments, bytes).to_vec();
-        Promise { session: self.late.lock().session(), head, segments }
+        Completion { session: self.late.lock().session(), head, segments }
     }
 
     /// Delivers a late reply, now or when the ring runs again; drops it if the ring's session is over.
-    pub fn complete(&self, promise: Promise, reply: Vec<u8>) {
+    pub fn complete(&self, completion: Completion, reply: Vec<u8>) {
         let mut late = self.late.lock();
-        if late.keep(promise.session, (promise, reply)) {
+        if late.keep(completion.session, (completion, reply)) {
             self.deliver(&mut late);
         }
     }
@@ -361,8 +361,8 @@ impl Ring {
             return;
         }
         let mem = self.mem.memory();
-        let write = |(promise, reply): (Promise, Vec<u8>)| {
-            Used::new(promise.head, chain::write(&mem, &promise.segments, &reply).unwrap_or(0))
+        let write = |(completion, reply): (Completion, Vec<u8>)| {
+            Used::new(completion.head, chain::write(&mem, &completion.segments, &reply).unwrap_or(0))
         };
         let mut used = late.take().map(write).collect();
         self.publish(state, &mem, &mut used);
@@ -509,10 +509,10 @@ impl Busy {
     }
 
     /// Delivers the reply.
-    pub fn complete(self, promise: Promise, reply: Vec<u8>) {
+    pub fn complete(self, completion: Completion, reply: Vec<u8>) {
         let ring = &self.0;
         let mut late = ring.late.lock();
-        if late.keep(promise.session, (promise, reply)) {
+        if late.keep(completion.session, (completion, reply)) {
             // Even while the ring is being stopped, as the worker's batch is.
             ring.give_back(&mut ring.vring.get_mut(), &mut late);
         }

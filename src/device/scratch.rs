@@ -6,7 +6,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::chain::{Segment, Used};
-use super::crowd::Crowd;
+use super::offload::CopyOffload;
 use super::poll::Poll;
 use super::uring::Uring;
 use crate::fuse::Work;
@@ -23,7 +23,7 @@ pub struct Scratch {
     pub poll: Poll,
     /// I/O that the kernel does.
     pub uring: Option<Arc<Mutex<Uring>>>,
-    pub crowd: Crowd,
+    pub offload: CopyOffload,
 }
 
 impl Scratch {
@@ -34,7 +34,7 @@ impl Scratch {
             used: Vec::with_capacity(BATCH),
             poll: Poll::default(),
             uring,
-            crowd: Crowd::default(),
+            offload: CopyOffload::default(),
         }
     }
 

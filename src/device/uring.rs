@@ -15,7 +15,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::chain::{self, Segment, Used};
 use super::pool::no_thread;
-use super::region::Kept;
+use super::region::MemorySnapshot;
 use crate::fuse::Io;
 use crate::fuse::buf::IOV_MAX;
 use crate::limits::URING_REQUESTS;
@@ -85,7 +85,7 @@ struct UnderWay {
     iovecs: Vec<iovec>,
     io: Io,
     /// Keeps what the iovecs point to mapped.
-    kept: Kept,
+    snapshot: MemorySnapshot,
 }
 
 // SAFETY: the iovecs point into guest memory, which `kept` keeps mapped, whatever the thread.
@@ -118,7 +118,7 @@ impl Uring {
     }
 
     /// Begins I/O with `data`, which is part of a chain's slices. False if it cannot begin, or enough is under way.
-    pub fn begin(&mut self, io: Io, data: &[iovec], head: u16, segments: &[Segment], kept: Kept) -> bool {
+    pub fn begin(&mut self, io: Io, data: &[iovec], head: u16, segments: &[Segment], snapshot: MemorySnapshot) -> bool {
         if data.is_empty() || data.len() > IOV_MAX || self.under_way.len() >= URING_REQUESTS {
             return false;
         }
@@ -136,7 +136,7 @@ impl Uring {
         if pushed.is_err() {
             return false;
         }
-        self.under_way.insert(self.next, UnderWay { head, segments: segments.to_vec(), iovecs, io, kept });
+        self.under_way.insert(self.next, UnderWay { head, segments: segments.to_vec(), iovecs, io, snapshot });
         self.next += 1;
         // If this fails, a later call submits it, at the latest the one in `finish`.
         let _ = self.ring.submit();
@@ -187,9 +187,9 @@ impl UnderWay {
     /// Writes the reply without the data, which is there. `result`: bytes, or a negative errno.
     fn answer(self, result: i32) -> Used {
         let (head, len) = self.io.reply(result);
-        let written = chain::write(&self.kept.near, &self.segments, &head);
+        let written = chain::write(&self.snapshot.near, &self.segments, &head);
         let len = if written.is_ok() { len } else { 0 };
-        chain::mark_dirty(&self.kept, &self.segments, len as usize);
+        chain::mark_dirty(&self.snapshot, &self.segments, len as usize);
         Used { head: self.head, len }
     }
 }
@@ -216,7 +216,7 @@ mod tests {
             segments: Vec::new(),
             iovecs: vec![iovec { iov_base: data.as_mut_ptr().cast(), iov_len: len }],
             io: io(write, offset),
-            kept: Tables::new(Memory::new()).keep(),
+            snapshot: Tables::new(Memory::new()).keep(),
         };
         assert_eq!(under_way(true, 8, 4).do_here(), 4);
         assert_eq!(under_way(false, 6, 4).do_here(), 4);

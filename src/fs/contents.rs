@@ -3,15 +3,15 @@
 //! An open without FOPEN_KEEP_CACHE makes the guest drop its pages of the file. Close-to-open coherence needs that only
 //! if the file has changed since the guest last dropped them. A build opens each header many times.
 //!
-//! **The rule.** The daemon keeps one [`Stamp`] for each file: what statx(2) said at the last open that made the guest
-//! drop its pages. An open keeps the pages if statx(2) says the same now, and the guest has seen to that drop.
-//! Everything that the guest has in its pages was then read after that drop, and the file has not changed since.
+//! **The rule.** The daemon keeps one [`CacheValidator`] for each file: what statx(2) said at the last open that made
+//! the guest drop its pages. An open keeps the pages if statx(2) says the same now, and the guest has seen to that
+//! drop. Everything that the guest has in its pages was then read after that drop, and the file has not changed since.
 //!
-//! A stamp must tell of every change that comes after it. So there is one only if all of this is true:
+//! A validator must tell of every change that comes after it. So there is one only if all of this is true:
 //!
 //! 1. The file system moves the change time at each change, to the kernel's clock (`HostFs::times_tell`).
-//! 2. The change time is older than the clock's tick, read before the stamp. A change within the same tick could leave
-//!    the same time.
+//! 2. The change time is older than the clock's tick, read before the validator. A change within the same tick could
+//!    leave the same time.
 //! 3. The change time has a fraction of a second. Some file systems keep whole seconds.
 //! 4. Nobody had the file open for writing after that tick began. A long write(2) sets the time before it copies the
 //!    data. A store through a mapping sets it only at a page's first store after the page was written back. The
@@ -23,7 +23,7 @@
 //! The guest's own writes are changes too. Its next open drops the pages, and the open after that keeps them.
 //!
 //! **Replies under way.** The reply that makes the guest drop its pages may be overtaken by another that lets it keep
-//! them. So a stamp counts only once the guest has read by the open that dropped: it sends no READ before the drop.
+//! them. So a validator counts only once the guest has read by the open that dropped: it sends no READ before the drop.
 
 use parking_lot::Mutex;
 use rustix::fs::{Statx, Timespec};
@@ -36,7 +36,7 @@ const SECOND: i64 = 1_000_000_000;
 
 /// What statx(2) says of the contents of a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Stamp {
+pub struct CacheValidator {
     changed_sec: i64,
     modified_sec: i64,
     changed_nsec: u32,
@@ -44,7 +44,7 @@ pub struct Stamp {
     size: u64,
 }
 
-impl Stamp {
+impl CacheValidator {
     pub fn of(st: &Statx) -> Self {
         Self {
             changed_sec: st.stx_ctime.tv_sec,
@@ -55,7 +55,7 @@ impl Stamp {
         }
     }
 
-    /// Whether a change at `clock` or later makes another stamp (2 and 3 of the rule).
+    /// Whether a change at `clock` or later makes another validator (2 and 3 of the rule).
     fn is_older(&self, clock: Timespec) -> bool {
         let nsec = i64::from(self.changed_nsec) + TICK;
         let settled = (self.changed_sec.saturating_add(nsec / SECOND), nsec % SECOND);
@@ -78,10 +78,10 @@ pub struct Contents(Mutex<Known>);
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Known {
-    stamp: Option<Stamp>,
-    /// Number of the stamp.
+    validator: Option<CacheValidator>,
+    /// Number of the validator.
     number: u32,
-    /// The guest has dropped what it had before the stamp.
+    /// The guest has dropped what it had before the validator.
     dropped: bool,
 }
 
@@ -91,43 +91,43 @@ impl Contents {
     pub fn opened(
         &self,
         clock: impl FnOnce() -> Timespec,
-        look: impl Fn() -> Option<Stamp>,
+        look: impl Fn() -> Option<CacheValidator>,
         unwritten: Option<impl FnOnce() -> bool>,
     ) -> Pages {
         let known = *self.0.lock();
-        if let Some(stamp) = known.stamp {
-            if look() == Some(stamp) {
+        if let Some(validator) = known.validator {
+            if look() == Some(validator) {
                 return if known.dropped { Pages::Keep } else { Pages::Drop(known.number) };
             }
         }
         // In this order: who opens the file for writing after `unwritten` sets times of this clock or later.
-        let stamp = unwritten.and_then(|unwritten| {
+        let validator = unwritten.and_then(|unwritten| {
             let clock = clock();
-            if unwritten() { look().filter(|stamp| stamp.is_older(clock)) } else { None }
+            if unwritten() { look().filter(|validator| validator.is_older(clock)) } else { None }
         });
         let mut known = self.0.lock();
-        // 0 is the number of no stamp.
+        // 0 is the number of no validator.
         let number = known.number.wrapping_add(1).max(1);
-        *known = Known { stamp, number, dropped: false };
-        Pages::Drop(if stamp.is_some() { number } else { 0 })
+        *known = Known { validator, number, dropped: false };
+        Pages::Drop(if validator.is_some() { number } else { 0 })
     }
 
-    /// Whether there is a stamp to compare with.
+    /// Whether there is a validator to compare with.
     pub fn is_known(&self) -> bool {
-        self.0.lock().stamp.is_some()
+        self.0.lock().validator.is_some()
     }
 
-    /// The guest has dropped the pages that it had before the stamp with this number.
+    /// The guest has dropped the pages that it had before the validator with this number.
     pub fn dropped(&self, number: u32) {
         let mut known = self.0.lock();
         known.dropped |= known.number == number;
     }
 
-    /// Forgets a stamp that is no longer true.
-    pub fn saw(&self, stamp: &Stamp) {
+    /// Forgets a validator that is no longer true.
+    pub fn saw(&self, validator: &CacheValidator) {
         let mut known = self.0.lock();
-        if known.stamp.is_some_and(|known| known != *stamp) {
-            known.stamp = None;
+        if known.validator.is_some_and(|known| known != *validator) {
+            known.validator = None;
         }
     }
 }
@@ -141,25 +141,26 @@ mod tests {
     }
 
     /// A file that was changed at `sec` and `nsec`.
-    fn stamp(sec: i64, nsec: u32) -> Stamp {
-        Stamp { changed_sec: sec, changed_nsec: nsec, size: 5, ..Stamp::default() }
+    fn validator(sec: i64, nsec: u32) -> CacheValidator {
+        CacheValidator { changed_sec: sec, changed_nsec: nsec, size: 5, ..CacheValidator::default() }
     }
 
-    const OLD: Stamp = Stamp { changed_sec: 50, modified_sec: 50, changed_nsec: 1, modified_nsec: 1, size: 5 };
+    const OLD: CacheValidator =
+        CacheValidator { changed_sec: 50, modified_sec: 50, changed_nsec: 1, modified_nsec: 1, size: 5 };
     const NOW: Timespec = at(100, 0);
 
     impl Contents {
-        fn open(&self, clock: Timespec, stamp: Stamp, unwritten: bool) -> Pages {
-            self.opened(|| clock, || Some(stamp), Some(|| unwritten))
+        fn open(&self, clock: Timespec, validator: CacheValidator, unwritten: bool) -> Pages {
+            self.opened(|| clock, || Some(validator), Some(|| unwritten))
         }
 
-        fn open_to_write(&self, stamp: Stamp) -> Pages {
-            self.opened(|| NOW, || Some(stamp), None::<fn() -> bool>)
+        fn open_to_write(&self, validator: CacheValidator) -> Pages {
+            self.opened(|| NOW, || Some(validator), None::<fn() -> bool>)
         }
 
         /// Opens and reads. Whether the guest has kept its pages.
-        fn keeps(&self, clock: Timespec, stamp: Stamp, unwritten: bool) -> bool {
-            match self.open(clock, stamp, unwritten) {
+        fn keeps(&self, clock: Timespec, validator: CacheValidator, unwritten: bool) -> bool {
+            match self.open(clock, validator, unwritten) {
                 Pages::Keep => true,
                 Pages::Drop(number) => {
                     self.dropped(number);
@@ -184,11 +185,11 @@ mod tests {
     #[test]
     fn each_part_of_the_stamp_tells() {
         for changed in [
-            Stamp { size: 6, ..OLD },
-            Stamp { changed_sec: 51, ..OLD },
-            Stamp { changed_nsec: 2, ..OLD },
-            Stamp { modified_sec: 49, ..OLD },
-            Stamp { modified_nsec: 2, ..OLD },
+            CacheValidator { size: 6, ..OLD },
+            CacheValidator { changed_sec: 51, ..OLD },
+            CacheValidator { changed_nsec: 2, ..OLD },
+            CacheValidator { modified_sec: 49, ..OLD },
+            CacheValidator { modified_nsec: 2, ..OLD },
         ] {
             let contents = Contents::default();
             assert!(!contents.keeps(NOW, OLD, true));
@@ -201,17 +202,17 @@ mod tests {
     fn a_time_within_a_tick_of_the_clock_is_no_stamp() {
         let tick = TICK as u32;
         for (changed, clock, tells) in [
-            (stamp(100, 1), at(100, 1), false),
-            (stamp(100, 1), at(100, 2), false),
-            (stamp(100, 1), at(100, TICK + 1), false),
-            (stamp(100, 1), at(100, TICK + 2), true),
-            (stamp(99, 999_999_999), at(100, TICK - 1), false),
-            (stamp(99, 999_999_999), at(100, TICK), true),
-            (stamp(100, tick), at(99, 0), false),
-            (stamp(i64::MAX, 999_999_999), NOW, false),
-            (stamp(i64::MIN, 1), NOW, true),
+            (validator(100, 1), at(100, 1), false),
+            (validator(100, 1), at(100, 2), false),
+            (validator(100, 1), at(100, TICK + 1), false),
+            (validator(100, 1), at(100, TICK + 2), true),
+            (validator(99, 999_999_999), at(100, TICK - 1), false),
+            (validator(99, 999_999_999), at(100, TICK), true),
+            (validator(100, tick), at(99, 0), false),
+            (validator(i64::MAX, 999_999_999), NOW, false),
+            (validator(i64::MIN, 1), NOW, true),
             // Whole seconds.
-            (stamp(10, 0), NOW, false),
+            (validator(10, 0), NOW, false),
         ] {
             let contents = Contents::default();
             assert!(!contents.keeps(clock, changed, true));
@@ -235,9 +236,9 @@ mod tests {
     fn the_clock_is_read_before_the_lease_and_the_lease_before_the_stamp() {
         let steps = std::cell::RefCell::new(Vec::new());
         let step = |name| steps.borrow_mut().push(name);
-        let (clock, look) = (|| (step("clock"), NOW).1, || (step("stamp"), Some(OLD)).1);
+        let (clock, look) = (|| (step("clock"), NOW).1, || (step("validator"), Some(OLD)).1);
         Contents::default().opened(clock, look, Some(|| (step("lease"), true).1));
-        assert_eq!(steps.into_inner(), ["clock", "lease", "stamp"]);
+        assert_eq!(steps.into_inner(), ["clock", "lease", "validator"]);
     }
 
     #[test]
@@ -246,12 +247,12 @@ mod tests {
         let Pages::Drop(first) = contents.open(NOW, OLD, true) else { panic!("nothing was known") };
         // This reply could overtake the first.
         assert_eq!(contents.open(NOW, OLD, true), Pages::Drop(first));
-        let Pages::Drop(second) = contents.open(NOW, stamp(60, 1), true) else { panic!("it has changed") };
+        let Pages::Drop(second) = contents.open(NOW, validator(60, 1), true) else { panic!("it has changed") };
         assert_ne!(first, second);
         contents.dropped(first);
-        assert_eq!(contents.open(NOW, stamp(60, 1), true), Pages::Drop(second));
+        assert_eq!(contents.open(NOW, validator(60, 1), true), Pages::Drop(second));
         contents.dropped(second);
-        assert_eq!(contents.open(NOW, stamp(60, 1), true), Pages::Keep);
+        assert_eq!(contents.open(NOW, validator(60, 1), true), Pages::Keep);
     }
 
     #[test]
@@ -260,7 +261,7 @@ mod tests {
         assert!(!contents.keeps(NOW, OLD, true));
         contents.saw(&OLD);
         assert!(contents.is_known());
-        contents.saw(&Stamp { size: 6, ..OLD });
+        contents.saw(&CacheValidator { size: 6, ..OLD });
         assert!(!contents.is_known());
         // Even if it looks the same again.
         assert!(!contents.keeps(NOW, OLD, true));

@@ -34,13 +34,13 @@ struct Held {
 
 /// The files that the guest may map.
 #[derive(Default)]
-pub(super) struct Grants {
+pub(super) struct DaxBudget {
     /// Ranges of the window that they may take.
     most: u64,
     held: Mutex<Held>,
 }
 
-impl Grants {
+impl DaxBudget {
     /// `window`: its size in bytes.
     pub fn new(window: u64) -> Self {
         let ranges = window / RANGE;
@@ -92,8 +92,8 @@ mod tests {
     use super::*;
 
     /// A window of 10 ranges, of which 2 stay free.
-    fn ten() -> Grants {
-        Grants::new(10 * RANGE)
+    fn ten() -> DaxBudget {
+        DaxBudget::new(10 * RANGE)
     }
 
     #[test]
@@ -138,7 +138,7 @@ mod tests {
     #[test]
     fn small_windows() {
         for (window, most) in [(0, 0), (1, 0), (2, 1), (5, 4), (32, 26), (256, 205), (448, 359)] {
-            let grants = Grants::new(window * RANGE);
+            let grants = DaxBudget::new(window * RANGE);
             assert_eq!((1..1000).filter(|node| grants.ask(*node, 1, false)).count(), most, "{window}");
         }
     }

@@ -13,7 +13,7 @@ use rustix::fs::{
 use rustix::io::Errno;
 use zerocopy::{Immutable, IntoBytes};
 
-use super::contents::{Pages, Stamp};
+use super::contents::{CacheValidator, Pages};
 use super::fd::{FdPath, stat};
 use super::handle::Handle;
 use super::host::HostFs;
@@ -156,7 +156,7 @@ impl PassthroughFs {
         if !host.times_tell || !reads && !inode.contents.is_known() {
             return Pages::Drop(0);
         }
-        let look = || stat(file, c"").ok().map(|st| Stamp::of(&st));
+        let look = || stat(file, c"").ok().map(|st| CacheValidator::of(&st));
         let unwritten = || {
             let found = sys::unwritten(file);
             self.found_writers(inode, found == Err(Errno::AGAIN));

@@ -13,8 +13,8 @@ use rustix::process::{Resource, getrlimit};
 use super::config::FileHandles;
 use super::contents::Contents;
 use super::fd::{is_named, open_path, reopen, stat};
+use super::fd_cache::{FdCache, FdHolder, GivenUp};
 use super::file_handle::{FileHandle, Mounts, keeps_name};
-use super::kept::{GivenUp, Keeper, Kept};
 use super::key::Key;
 use super::listing::{DirState, Listings};
 use super::{cred, sys};
@@ -726,7 +726,7 @@ impl Drop for Open {
     }
 }
 
-impl Keeper for Inode {
+impl FdHolder for Inode {
     type Spare = Spare;
 
     fn give_up(&self, sweeps: bool) -> GivenUp<Spare> {
@@ -743,7 +743,7 @@ impl Keeper for Inode {
 /// How inodes are held, and the descriptors for that.
 pub struct Places {
     mode: FileHandles,
-    pub kept: Arc<Kept<Inode>>,
+    pub kept: Arc<FdCache<Inode>>,
     mounts: Mounts,
     /// The first descriptor that the guest cannot have.
     end: RawFd,
@@ -765,7 +765,7 @@ impl Places {
         let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
         let end = limit - limits::OWN_DESCRIPTORS.min(limit / 4);
         let end = RawFd::try_from(end).unwrap_or(RawFd::MAX);
-        let kept = Kept::start(move || cred::enter_thread(proc_self_fd.as_fd()));
+        let kept = FdCache::start(move || cred::enter_thread(proc_self_fd.as_fd()));
         Self { mode, kept, mounts, end, limit, said_full: AtomicBool::new(false) }
     }
 

@@ -1,7 +1,7 @@
 //! Leases: what the guest may keep, since its agent repeats what the host changes (docs/guest-agent.md).
 //!
 //! The watch must see a file before its attributes are read, or it must be certain that it has missed nothing meanwhile
-//! (src/watch). A [`Sight`] is taken before a name is looked at.
+//! (src/watch). An [`Observation`] is taken before a name is looked at.
 
 use std::collections::BTreeMap;
 use std::ffi::CStr;
@@ -23,9 +23,9 @@ use crate::fuse::abi::InitFlags;
 use crate::watch::{Change, Cover, FileId, Listener, Target, Watch};
 
 /// Takes what the watch says to the guest's agent.
-pub(super) struct Teller(pub Arc<Agents>);
+pub(super) struct ChangeForwarder(pub Arc<Agents>);
 
-impl Listener for Teller {
+impl Listener for ChangeForwarder {
     fn change(&self, change: &Change) {
         if self.0.any() {
             announce::change(&self.0, change);
@@ -69,7 +69,7 @@ const UNWATCHED: usize = 16;
 
 /// A name, and what was watched before it was looked at.
 #[derive(Clone, Copy)]
-pub(super) struct Sight<'a> {
+pub(super) struct Observation<'a> {
     pub parent: &'a Arc<Inode>,
     /// A descriptor of the directory.
     pub dir: BorrowedFd<'a>,
@@ -139,12 +139,12 @@ impl PassthroughFs {
     }
 
     /// To be called before a name in this directory is looked at.
-    pub(super) fn sight<'a>(&self, parent: &'a Arc<Inode>, dir: BorrowedFd<'a>, name: &'a CStr) -> Sight<'a> {
-        let sight = Sight { parent, dir, name, handled: None, named: false, folds: false };
+    pub(super) fn sight<'a>(&self, parent: &'a Arc<Inode>, dir: BorrowedFd<'a>, name: &'a CStr) -> Observation<'a> {
+        let sight = Observation { parent, dir, name, handled: None, named: false, folds: false };
         let Some(watch) = self.watch().filter(|_| !self.is_apart(parent)) else { return sight };
         let handled = Some(watch.handled());
         let named = watch.is_marked(parent.id) || self.mark(watch, parent, dir);
-        Sight { handled, named, folds: self.folds_case(parent, dir), ..sight }
+        Observation { handled, named, folds: self.folds_case(parent, dir), ..sight }
     }
 
     /// Whether names of a directory are the same in upper and lower case. A change is then told by another name than
@@ -199,7 +199,7 @@ impl PassthroughFs {
 
     /// Whether the attributes of a file that was just found may be leased. Reads them again if it was not watched
     /// before.
-    pub(super) fn covers(&self, sight: &Sight, inode: &Arc<Inode>, st: &mut Statx) -> bool {
+    pub(super) fn covers(&self, sight: &Observation, inode: &Arc<Inode>, st: &mut Statx) -> bool {
         let (Some(watch), Some(handled)) = (self.watch(), sight.handled) else { return false };
         if self.is_dir_apart(inode) {
             return false;
@@ -222,13 +222,13 @@ impl PassthroughFs {
         }
     }
 
-    fn mark_found(&self, watch: &Watch, sight: &Sight, inode: &Arc<Inode>) -> bool {
+    fn mark_found(&self, watch: &Watch, sight: &Observation, inode: &Arc<Inode>) -> bool {
         let Ok(fd) = open_path(sight.dir, sight.name) else { return false };
         inode.is_at(fd.as_fd()) == Ok(true) && self.mark(watch, inode, fd.as_fd())
     }
 
     /// By what the watch knows a file.
-    fn file_id(&self, sight: &Sight, inode: &Arc<Inode>, st: &Statx) -> Option<FileId> {
+    fn file_id(&self, sight: &Observation, inode: &Arc<Inode>, st: &Statx) -> Option<FileId> {
         if let Some(file) = inode.file_id() {
             return Some(file);
         }
@@ -269,7 +269,7 @@ impl PassthroughFs {
     }
 
     /// How long a name may be kept. No event says that a mount is gone.
-    pub(super) fn name_timeout(&self, sight: &Sight, inode: &Inode) -> Duration {
+    pub(super) fn name_timeout(&self, sight: &Observation, inode: &Inode) -> Duration {
         self.timeout_of(sight.named && !sight.folds && !self.is_dir_apart(inode))
     }
 

@@ -9,7 +9,7 @@ use rustix::fs::{FallocateFlags, OFlags, Statx, fallocate, fcntl_getfl};
 use rustix::io::Errno;
 
 use super::PassthroughFs;
-use super::contents::Stamp;
+use super::contents::CacheValidator;
 use super::cred;
 use super::fd::stat;
 use super::inode::{Inode, Places};
@@ -135,7 +135,7 @@ impl PassthroughFs {
 
     /// Compares a file's attributes with what the guest has in its pages, and with what a guest with passthrough knows.
     pub(super) fn saw(&self, inode: &Arc<Inode>, st: &Statx) {
-        inode.contents.saw(&Stamp::of(st));
+        inode.contents.saw(&CacheValidator::of(st));
         if let Some(pass) = self.passing() {
             let look = || inode.with_fd(&self.places, |fd| stat(fd, c"").map(|st| (st.stx_size, st.stx_blocks)));
             pass.saw(inode.id, st.stx_size, st.stx_blocks, look);

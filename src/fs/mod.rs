@@ -8,6 +8,7 @@ mod cred;
 mod dax;
 mod dir;
 mod fd;
+mod fd_cache;
 mod file;
 mod file_handle;
 mod flags;
@@ -16,7 +17,7 @@ mod host;
 pub mod idmap;
 mod inode;
 mod inodes;
-mod kept;
+mod inspect;
 mod key;
 mod lease;
 mod listing;
@@ -28,7 +29,6 @@ mod opens;
 mod path;
 mod probe;
 mod repeat;
-mod report;
 mod seen;
 mod sys;
 #[cfg(test)]
@@ -39,7 +39,7 @@ pub mod xattrmap;
 
 /// Private parts that the fuzz targets need.
 #[cfg(fuzzing)]
-pub mod doors {
+pub mod fuzzing {
     pub use super::migration::format::{Location, State};
 }
 
@@ -60,18 +60,18 @@ use crate::watch::Watch;
 use crate::window::{self, Window};
 pub(crate) use config::parse_size;
 pub use config::{CachePolicy, Config, FileHandles, Migration, MigrationMode, MigrationOnError, NoOpen, Offer};
-use dax::Grants;
+use dax::DaxBudget;
 use file_handle::Mounts;
 use handle::Handles;
 pub use host::is_remote;
 use host::{HostFs, Hosts};
 use inode::Places;
 use inodes::Inodes;
-use lease::{Leases, Teller};
+pub use inspect::{InodeFacts, InodeOrder};
+use lease::{ChangeForwarder, Leases};
 use listing::Listings;
 use lock::Locks;
 pub use probe::{Probe, probe};
-pub use report::{InodeFacts, InodeOrder};
 #[cfg(test)]
 pub(crate) use sys::{file_id, truncate};
 
@@ -98,7 +98,7 @@ pub struct PassthroughFs {
     said_removed: AtomicBool,
     window: Option<Arc<Window>>,
     /// The files that the guest maps with `dax=inode`.
-    grants: Grants,
+    grants: DaxBudget,
     /// The clock of file times. Tests have another.
     clock: fn() -> Timespec,
     leases: Leases,
@@ -157,7 +157,7 @@ impl PassthroughFs {
             said_removed: AtomicBool::new(false),
             proc_self_fd,
             window: None,
-            grants: Grants::default(),
+            grants: DaxBudget::default(),
             clock: sys::file_clock,
             leases: Leases::default(),
             agents: Arc::default(),
@@ -172,7 +172,7 @@ impl PassthroughFs {
     /// If there is no thread.
     pub fn with_watch(mut self, watch: Option<Watch>) -> io::Result<Self> {
         if let Some(watch) = &watch {
-            watch.start(Arc::new(Teller(self.agents.clone())))?;
+            watch.start(Arc::new(ChangeForwarder(self.agents.clone())))?;
         }
         self.leases.watch = watch;
         Ok(self)
@@ -180,14 +180,14 @@ impl PassthroughFs {
 
     #[cfg(test)]
     fn with_stepped_watch(mut self, watch: Watch, step: impl Fn(crate::watch::Step) + Send + 'static) -> Self {
-        watch.start_stepped(Arc::new(Teller(self.agents.clone())), step).unwrap();
+        watch.start_stepped(Arc::new(ChangeForwarder(self.agents.clone())), step).unwrap();
         self.leases.watch = Some(watch);
         self
     }
 
     /// Lets the guest map files.
     pub fn with_window(self, window: Option<Arc<Window>>) -> Self {
-        let grants = Grants::new(window.as_ref().map_or(0, |window| window.dax_size()));
+        let grants = DaxBudget::new(window.as_ref().map_or(0, |window| window.dax_size()));
         let fs = Self { window, grants, ..self };
         // Whether a file gets DAX depends on its file system, which is otherwise not known before a file of it is
         // opened.

@@ -16,7 +16,7 @@ use super::cred::Identity;
 use super::fd::{FdPath, open_path, stat};
 use super::inode::{Inode, Lent, Place};
 use super::key::ToldBy;
-use super::lease::{Point, Sight, at};
+use super::lease::{Observation, Point, at};
 use super::path::is_name;
 use super::seen::Seen;
 use super::waits::may_wait;
@@ -80,7 +80,7 @@ impl PassthroughFs {
     ///
     /// # Errors
     /// WOULD_WAIT if the file has yet to get its times.
-    fn observe(&self, sight: &Sight, purpose: Purpose) -> Result<EntryOut> {
+    fn observe(&self, sight: &Observation, purpose: Purpose) -> Result<EntryOut> {
         at(Point::BeforeStat);
         let seen = Seen::at(sight.parent, sight.dir, sight.name)?;
         at(Point::AfterStat);
@@ -91,7 +91,7 @@ impl PassthroughFs {
     /// The inode of a file that was seen by its name, with one more reference for the guest, and its attributes.
     fn reference(
         &self,
-        &Sight { parent, dir, name, .. }: &Sight,
+        &Observation { parent, dir, name, .. }: &Observation,
         seen: Seen,
         purpose: Purpose,
     ) -> Result<(Arc<Inode>, Statx)> {
@@ -126,7 +126,7 @@ impl PassthroughFs {
     }
 
     /// What the guest is told of a file that it finds by its name: with leases, as far as both are watched.
-    pub(super) fn found(&self, sight: &Sight, inode: &Arc<Inode>, mut st: Statx, purpose: Purpose) -> EntryOut {
+    pub(super) fn found(&self, sight: &Observation, inode: &Arc<Inode>, mut st: Statx, purpose: Purpose) -> EntryOut {
         inode.found_in(sight.parent.id);
         let leased = self.covers(sight, inode, &mut st);
         let name = self.name_timeout(sight, inode);
@@ -267,7 +267,7 @@ impl PassthroughFs {
     }
 
     /// The guest has moved a file to this place. It takes its leases along.
-    fn follow(&self, Sight { parent, dir, name, named, .. }: Sight) {
+    fn follow(&self, Observation { parent, dir, name, named, .. }: Observation) {
         if self.watch().is_some() && !named {
             announce::look_up_again(&self.agents, parent.id, name.to_bytes());
             self.agents.hand_out();

@@ -4,11 +4,11 @@
 pub mod abi;
 pub mod buf;
 pub mod metrics;
+mod migration;
 pub mod ops;
 mod reply;
 mod request;
 mod serve;
-mod state;
 mod transport;
 
 use std::sync::Arc;
@@ -24,7 +24,7 @@ use metrics::{Counters, Meter, Shard};
 use ops::*;
 pub use reply::Reply;
 use request::Request;
-pub use transport::{Io, Job, Release, Stopping, Transport, WayBack};
+pub use transport::{Io, Job, Release, ReplySender, Stopping, Transport};
 
 /// Largest WRITE and READ that is offered, in bytes. The guest lowers it to what its virtqueue's descriptors carry
 /// (fs/fuse/virtio_fs.c, max_pages_limit), and a queue has 1024 of them, each a page.

@@ -9,7 +9,7 @@ use zerocopy::{Immutable, IntoBytes};
 use super::abi::*;
 use super::buf::{IoRange, IoVecs};
 use super::metrics::{LateMeter, Meter};
-use super::transport::{HEADER, Io, Release, Result, Stopping, Transport, Wait, WayBack};
+use super::transport::{HEADER, Io, Release, ReplySender, Result, Stopping, Transport, Wait};
 
 /// Longest directory listing or xattr that is collected in bytes: the guest asks for at most its max_pages.
 const MAX_COLLECTED: usize = super::MAX_WRITE as usize;
@@ -30,7 +30,7 @@ enum To<'a> {
     Place { writable: &'a mut IoVecs, scratch: &'a mut Vec<u8>, from: &'a mut dyn Transport, meter: Meter<'a> },
     /// Another thread than the worker's. The buffer begins with room for the header. `room`: bytes that the guest has
     /// left.
-    Later { buffer: Vec<u8>, room: usize, back: WayBack, meter: LateMeter },
+    Later { buffer: Vec<u8>, room: usize, back: ReplySender, meter: LateMeter },
     /// There is nothing to answer, or somebody else answers.
     Nowhere,
 }
@@ -47,11 +47,11 @@ impl<'a> Reply<'a> {
     }
 
     /// A reply that another thread may give. `unique`: the request's.
-    pub fn late(unique: u64, back: WayBack) -> Self {
+    pub fn late(unique: u64, back: ReplySender) -> Self {
         Self::measured(unique, usize::MAX, back, LateMeter::default())
     }
 
-    fn measured(unique: u64, room: usize, back: WayBack, meter: LateMeter) -> Self {
+    fn measured(unique: u64, room: usize, back: ReplySender, meter: LateMeter) -> Self {
         Self { unique, to: To::Later { buffer: vec![0; HEADER], room, back, meter }, len: HEADER }
     }
 

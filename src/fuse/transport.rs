@@ -46,7 +46,7 @@ pub trait Transport: Send {
     fn serve_anew(&mut self, since: Option<Instant>);
     /// The way back for a reply that comes from another thread. The length that
     /// [`Server::handle`](super::Server::handle) returns is then ignored.
-    fn detach(&mut self) -> WayBack;
+    fn detach(&mut self) -> ReplySender;
     /// Like [`detach`](Self::detach), and runs `job` on a thread that may `wait` for others or for a lock. What waits
     /// for the host's file system is [served anew](Self::serve_anew).
     ///
@@ -60,7 +60,7 @@ pub trait Transport: Send {
     /// Like [`detach`](Self::detach), for a request that waits for something to happen. It counts as no work in
     /// progress. Its reply has at most `bytes`. `release` is called when its queue stops, and has such requests
     /// answered at once. Also returns what tells whether the queue is stopping. `None`: the transport cannot do that.
-    fn park(&mut self, _bytes: usize, _release: Release) -> Option<(WayBack, Stopping)> {
+    fn park(&mut self, _bytes: usize, _release: Release) -> Option<(ReplySender, Stopping)> {
         None
     }
 }
@@ -72,10 +72,10 @@ pub type Release = Arc<dyn Fn() + Send + Sync>;
 pub type Stopping = Box<dyn FnOnce() -> bool>;
 
 /// Takes a late reply, including its header, to its queue. It must be called.
-pub type WayBack = Box<dyn FnOnce(Vec<u8>) + Send>;
+pub type ReplySender = Box<dyn FnOnce(Vec<u8>) + Send>;
 
 /// A job for [`Transport::run`].
-pub type Job = Box<dyn FnOnce(WayBack) + Send>;
+pub type Job = Box<dyn FnOnce(ReplySender) + Send>;
 
 /// The data transfer of a READ or WRITE.
 pub struct Io {

@@ -15,8 +15,8 @@ use rustix::io::Errno;
 use super::RANGE;
 use super::jobs::{DaxJob, DaxMapping, Jobs, NodeJob};
 use super::proxy::{Kind, errno};
+use super::reservation::{Reservations, Stores, has_hole};
 use super::shared::{CachedFile, Closing, DAX, Mapping, ProxyFiles, Shared, Source};
-use super::space::{Promises, Stores, has_hole};
 use super::turn::{MayWait, Slow, Turn};
 use crate::fuse::ops::Result;
 
@@ -185,7 +185,7 @@ impl Dax {
         let chunk = Chunk { kind: proxy_file.kind, writable: proxy_file.writable, ..want };
         let file = proxy_file.fd.as_fd();
         if let Err(errno) = self.shared.map(&Mapping::dax(range, file, chunk.from, chunk.writable)) {
-            self.break_promise(chunk);
+            self.release(chunk);
             return Err(errno);
         }
         if let Some(place) = self.ranges.get_mut(range) {
@@ -201,13 +201,13 @@ impl Dax {
             self.shared.unmap(&Mapping::dax(range, file.as_fd(), chunk.from, chunk.writable));
             self.closing.files.push(file);
         }
-        self.break_promise(chunk);
+        self.release(chunk);
         self.let_go(chunk.node);
     }
 
-    fn break_promise(&self, chunk: Chunk) {
+    fn release(&self, chunk: Chunk) {
         if chunk.kind == Kind::Through && chunk.stored {
-            self.shared.promises.remove(chunk.node, chunk.from);
+            self.shared.reservations.remove(chunk.node, chunk.from);
         }
     }
 
@@ -432,11 +432,11 @@ impl Turn<'_, Dax> {
         if want.stored && !have.stored {
             if have.kind == Kind::Through {
                 let Some(through) = self.file(want.node)?.through.clone() else { return Ok(false) };
-                let promises = self.shared.promises.clone();
-                let promised = self.wait(|_| promises.add(want.node, &through.real, through.stores, want.from));
+                let reservations = self.shared.reservations.clone();
+                let promised = self.wait(|_| reservations.add(want.node, &through.real, through.stores, want.from));
                 if self.chunk(range) != Some(have) || !self.is_current(want.node, &through) {
                     // It was taken back meanwhile.
-                    self.shared.promises.remove(want.node, want.from);
+                    self.shared.reservations.remove(want.node, want.from);
                     self.spent(through);
                     return promised.and(Ok(false));
                 }
@@ -456,14 +456,14 @@ impl Turn<'_, Dax> {
         for _ in 0..TRIES {
             let proxy_file = self.proxy_file(want)?;
             // On tmpfs, every mapping has a promise.
-            let stored = proxy_file.kind == Kind::Through && self.shared.promises.has(want.node, want.from);
+            let stored = proxy_file.kind == Kind::Through && self.shared.reservations.has(want.node, want.from);
             let chunk = Chunk { stored: want.stored || stored, ..want };
             if self.is_current(want.node, &proxy_file) {
                 self.unmap(range);
                 return self.put(range, chunk, &proxy_file);
             }
             // It was taken back meanwhile.
-            self.break_promise(Chunk { kind: proxy_file.kind, ..chunk });
+            self.release(Chunk { kind: proxy_file.kind, ..chunk });
             self.spent(proxy_file);
         }
         Err(Errno::AGAIN)
@@ -474,10 +474,10 @@ impl Turn<'_, Dax> {
     fn proxy_file(&mut self, want: Chunk) -> Result<ProxyFile> {
         if !self.revoked.contains_key(&want.node) {
             if let Some(through) = self.through(want)? {
-                let (source, promises) = (self.file(want.node)?.source.clone(), self.shared.promises.clone());
+                let (source, reservations) = (self.file(want.node)?.source.clone(), self.shared.reservations.clone());
                 let of = through.clone();
                 let suits =
-                    self.wait(move |wait| Ok(is_whole(source.get(wait), want)? && has_room(&promises, want, &of)?));
+                    self.wait(move |wait| Ok(is_whole(source.get(wait), want)? && has_room(&reservations, want, &of)?));
                 if suits? {
                     return Ok(through);
                 }
@@ -640,15 +640,15 @@ impl Turn<'_, Dax> {
         let (left, all) = (whole.len(), whole.len() + cut.len());
         tracing::debug!(node, "a truncation on the host leaves {left} mappings of {all}");
         for (range, chunk) in whole {
-            let (promises, of) = (self.shared.promises.clone(), through.clone());
+            let (reservations, of) = (self.shared.reservations.clone(), through.clone());
             // If there is no room, the Cached mapping stays.
-            let has_room = self.wait(move |_| has_room(&promises, chunk, &of))?;
+            let has_room = self.wait(move |_| has_room(&reservations, chunk, &of))?;
             // On tmpfs, every mapping has a promise.
-            let stored = chunk.stored || self.shared.promises.has(node, chunk.from);
+            let stored = chunk.stored || self.shared.reservations.has(node, chunk.from);
             if has_room && self.chunk(range) == Some(chunk) && self.is_current(node, &through) {
                 self.replace(range, Chunk { stored, ..chunk }, Ok(through.clone()));
             } else if has_room {
-                self.break_promise(Chunk { kind: Kind::Through, stored, ..chunk });
+                self.release(Chunk { kind: Kind::Through, stored, ..chunk });
             }
         }
         self.spent(through);
@@ -679,12 +679,12 @@ fn is_whole(source: &dyn Source, want: Chunk) -> Result<bool> {
 }
 
 /// Whether the file's own pages can be mapped. If the guest may store there, the chunk then has blocks.
-fn has_room(promises: &Promises, want: Chunk, through: &ProxyFile) -> Result<bool> {
+fn has_room(reservations: &Reservations, want: Chunk, through: &ProxyFile) -> Result<bool> {
     let in_memory = through.stores == Stores::Memory;
     if !want.stored && (!in_memory || has_hole(&through.real, want.from)?) {
         return Ok(!in_memory);
     }
-    match promises.add(want.node, &through.real, through.stores, want.from) {
+    match reservations.add(want.node, &through.real, through.stores, want.from) {
         Err(Errno::OPNOTSUPP) => Ok(false),
         done => done.and(Ok(true)),
     }

@@ -7,24 +7,24 @@
 //! Regions 1 and 2 belong to window passthrough (docs/protocol.md): whole files (`slots`), and a table that says where
 //! they are (`table`). [`Passthrough`] is the file system's side of it.
 
+mod allocator;
 mod dax;
 mod jobs;
 mod mapper;
+mod mtime;
 mod passthrough;
 pub mod proxy;
-mod room;
+mod reservation;
 mod shared;
 mod slots;
-mod space;
 mod sys;
 mod table;
 #[cfg(test)]
 mod tests;
-mod times;
 mod turn;
 
 #[cfg(any(fuzzing, test))]
-pub mod doors;
+pub mod fuzzing;
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -39,13 +39,13 @@ use dax::Dax;
 pub use jobs::DaxMapping;
 use jobs::{DaxJob, Job, Jobs};
 use mapper::Mapper;
+use mtime::touch;
 pub use passthrough::{MIN_SIZE, PATIENCE, Passthrough, Settings, Writable};
+pub use reservation::Stores;
 use shared::{DAX, Shared, WHOLE_FILES};
 pub use shared::{Facts, Frontend, Mapping, ProxyFiles, Source};
 use slots::Slots;
-pub use space::Stores;
 pub use table::{Entry, EntryState};
-use times::touch;
 use turn::{MayWait, Slow};
 
 /// log2 of [`RANGE`], as FUSE_INIT's map_alignment has it.
@@ -256,17 +256,17 @@ impl Window {
     /// # Errors
     /// ENOSPC, EDQUOT and other errors of allocation. The guest must then not learn of the size.
     pub fn grows(&self, node: u64, to: u64) -> Result<()> {
-        self.shared.promises.grows(node, to)
+        self.shared.reservations.grows(node, to)
     }
 
     /// The guest has written these bytes of a node's file by a message.
     pub fn filled(&self, node: u64, bytes: impl FnOnce() -> std::ops::Range<u64>) {
-        self.shared.promises.filled(node, bytes);
+        self.shared.reservations.filled(node, bytes);
     }
 
     /// A node's file was cut off there.
     pub fn shrunk(&self, node: u64, to: u64) {
-        self.shared.promises.shrunk(node, to);
+        self.shared.reservations.shrunk(node, to);
     }
 
     /// Call this before blocks are taken from these bytes of a node's file. Waits for the frontend.
@@ -274,7 +274,7 @@ impl Window {
     /// # Errors
     /// Why the mappings there cannot be replaced by Cached ones. The blocks must then stay.
     pub fn vacate(&self, node: u64, from: u64, len: u64) -> Result<()> {
-        if self.shared.promises.stores(node).is_none() {
+        if self.shared.reservations.stores(node).is_none() {
             return Ok(());
         }
         let (send, vacated) = mpsc::channel();
@@ -286,7 +286,7 @@ impl Window {
     /// Whether a node's file must not share blocks with another.
     pub fn keeps_blocks(&self, node: u64) -> bool {
         let passes = || self.passing().is_some_and(|passthrough| passthrough.keeps_blocks(node));
-        self.shared.promises.stores(node) == Some(Stores::Unshared) || passes()
+        self.shared.reservations.stores(node) == Some(Stores::Unshared) || passes()
     }
 
     fn ranges(&self, at: u64, len: u64) -> Result<std::ops::Range<usize>> {

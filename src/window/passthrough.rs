@@ -14,11 +14,11 @@ use rustix::fs::{Stat, fstat};
 use rustix::io::Errno;
 
 use super::jobs::{EntryJob, Jobs, SlotJob};
+use super::mtime::{DeferredMtime, Touch};
+use super::reservation::{Stores, hole};
 use super::shared::Source;
-use super::space::{Stores, hole};
 use super::sys;
 use super::table::{Change, ENTRIES, EntryState, Filled, LEN, Line, Look, Table};
-use super::times::{Times, Touch};
 use crate::fuse::ops::{Answer, Result};
 
 /// For which files the guest may store in place (`--passthrough-writable`).
@@ -64,7 +64,7 @@ pub struct Passthrough {
     /// The guest has the table.
     on: AtomicBool,
     pub(super) nodes: Mutex<Nodes>,
-    pub(super) times: Arc<Times>,
+    pub(super) times: Arc<DeferredMtime>,
     jobs: Arc<Jobs>,
 }
 
@@ -148,7 +148,7 @@ impl Nodes {
 
 impl Passthrough {
     pub(super) fn new(settings: Settings, jobs: Arc<Jobs>, touch: Touch) -> io::Result<Self> {
-        let (table, nodes, times) = (Table::new()?, Mutex::new(Nodes::new()), Times::new(touch));
+        let (table, nodes, times) = (Table::new()?, Mutex::new(Nodes::new()), DeferredMtime::new(touch));
         Ok(Self { table, settings, on: AtomicBool::new(false), nodes, times, jobs })
     }
 
@@ -778,7 +778,7 @@ mod tests {
     use super::*;
     use crate::limits::WINDOW_JOBS;
     use crate::window::RANGE;
-    use crate::window::times::touch;
+    use crate::window::mtime::touch;
 
     const NODE: u64 = 7;
     const INDEX: u32 = 1;

@@ -14,7 +14,7 @@ use rustix::io::Errno;
 
 use super::RANGE;
 use super::proxy::{Event, Kind, Opened, Proxy, errno};
-use super::space::Promises;
+use super::reservation::Reservations;
 use super::sys;
 use super::turn::{MayWait, Slow};
 use crate::fuse::ops::Result;
@@ -153,7 +153,7 @@ pub struct Shared {
     pub nodes: DashSet<u64>,
     /// Cached proxy files that are mapped, by nodeid.
     pub cached: Arc<DashMap<u64, CachedFile>>,
-    pub promises: Arc<Promises>,
+    pub reservations: Arc<Reservations>,
     /// How many proxy files were ever opened.
     ids: AtomicU64,
 }

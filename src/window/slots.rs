@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
+use super::allocator::RangeAllocator;
 use super::jobs::{EntryJob, SlotJob};
 use super::passthrough::Passthrough;
-use super::room::Room;
 use super::shared::{CachedFile, Closing, Mapping, ProxyFiles, Shared, Source, TABLE, WHOLE_FILES};
 use super::table::{Change, EntryState};
 use super::turn::Slow;
@@ -68,7 +68,7 @@ enum Need {
 
 /// Which slots may give way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Whom {
+enum Victims {
     /// Those that the guest has not used lately.
     Idle,
     /// The least used ones.
@@ -130,7 +130,7 @@ enum Extended {
 }
 
 /// What is in a slot because the guest did not let go of it in time.
-struct Late {
+struct Overdue {
     at: u64,
     len: u64,
     /// The generation that the guest has.
@@ -159,7 +159,7 @@ struct Slot {
     /// waited long enough.
     opening: Option<Opening>,
     held: Option<Held>,
-    late: Option<Late>,
+    late: Option<Overdue>,
     /// Bytes of the file when a worker last looked.
     size: u64,
     /// When to map the file again. It is not sooner, so that a host process that waits sees the end of the mapping.
@@ -183,7 +183,7 @@ impl Slot {
 
 /// Why an entry is revoked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Why {
+enum RevokeReason {
     /// A host process is about to truncate the file, and waits.
     Host(Instant),
     /// The file gets a longer slot.
@@ -198,7 +198,7 @@ enum Why {
 struct Pending {
     index: u32,
     generation: u32,
-    why: Why,
+    why: RevokeReason,
     since: Instant,
 }
 
@@ -206,7 +206,7 @@ pub struct Slots {
     pass: Arc<Passthrough>,
     shared: Arc<Shared>,
     files: Slow<dyn ProxyFiles>,
-    room: Room,
+    room: RangeAllocator,
     /// By index in the table.
     known: HashMap<u32, Slot>,
     pending: Vec<Pending>,
@@ -228,7 +228,7 @@ pub struct Slots {
 
 impl Slots {
     pub fn new(pass: Arc<Passthrough>, shared: Arc<Shared>, files: Slow<dyn ProxyFiles>) -> Self {
-        let room = Room::new(pass.size());
+        let room = RangeAllocator::new(pass.size());
         let (known, pending, wanting, now) = (HashMap::new(), Vec::new(), Vec::new(), Instant::now());
         let (has_table, freed, full, hand, settled) = (false, false, false, 0, now);
         let closing = Closing::default();
@@ -240,7 +240,7 @@ impl Slots {
         let waits = self.known.values().any(|slot| slot.late.is_some() || slot.not_before.is_some());
         let holds = self.known.values().any(|slot| slot.held.is_some());
         let opens = self.known.values().any(|slot| slot.opening.is_some_and(|opening| opening.need == Need::Open));
-        let soon = |pending: &Pending| self.is_recent(pending) || matches!(pending.why, Why::Host(_));
+        let soon = |pending: &Pending| self.is_recent(pending) || matches!(pending.why, RevokeReason::Host(_));
         match self.pending.iter().any(soon) || !self.wanting.is_empty() {
             true => Some(SOON),
             // The guest may hold pages of a slot for as long as it likes.
@@ -258,7 +258,7 @@ impl Slots {
                 answer(started);
             }
             SlotJob::Entry(EntryJob::Drop, index) => self.drop_slot(index),
-            SlotJob::Entry(EntryJob::Downgrade, index) => self.pend(index, Why::Downgrade),
+            SlotJob::Entry(EntryJob::Downgrade, index) => self.pend(index, RevokeReason::Downgrade),
             // Others are the workers'.
             SlotJob::Open { .. } | SlotJob::Ask { .. } | SlotJob::Entry(..) => {}
         }
@@ -346,7 +346,7 @@ impl Slots {
 
     /// Revokes slots of open files so that the file of `index` has room, in addition to its present slot. Whether room
     /// will come.
-    fn make_room(&mut self, index: u32, whom: Whom) -> bool {
+    fn make_room(&mut self, index: u32, whom: Victims) -> bool {
         if self.room_comes() {
             return true;
         }
@@ -374,14 +374,14 @@ impl Slots {
         }
         for leaves in leave {
             self.hand = leaves;
-            self.pend(leaves, Why::Room);
+            self.pend(leaves, RevokeReason::Room);
         }
         true
     }
 
     /// Whether slots are about to become free.
     fn room_comes(&self) -> bool {
-        self.pending.iter().any(|pending| pending.why == Why::Room && self.is_recent(pending))
+        self.pending.iter().any(|pending| pending.why == RevokeReason::Room && self.is_recent(pending))
     }
 
     fn is_recent(&self, pending: &Pending) -> bool {
@@ -397,14 +397,14 @@ impl Slots {
     }
 
     /// The slots that may give way for `index`, the best first.
-    fn candidates(&mut self, index: u32, whom: Whom) -> Vec<u32> {
+    fn candidates(&mut self, index: u32, whom: Victims) -> Vec<u32> {
         self.look_for_use();
         let (now, hand) = (self.now, self.hand);
         let long = |since: Instant, least| now.saturating_duration_since(since) >= least;
         let may = |(at, slot): &(&u32, &Slot)| {
             let stayed = slot.held.as_ref().is_some_and(|held| long(held.since, STAY));
             let idle = slot.idle.is_some_and(|since| long(since, IDLE));
-            **at != index && stayed && (idle || whom == Whom::Any) && self.pass.table.entry(**at).state.is_live()
+            **at != index && stayed && (idle || whom == Victims::Any) && self.pass.table.entry(**at).state.is_live()
         };
         // First those that were not used since the last look, in turn: so each gets a second chance.
         let key = |(at, slot): (&u32, &Slot)| (slot.idle.is_none(), *at <= hand, *at);
@@ -539,11 +539,11 @@ impl Slots {
         }
         tracing::debug!(node, "a truncation on the host revokes a slot");
         self.give_up(index);
-        self.pend(index, Why::Host(since + self.pass.settings.patience));
+        self.pend(index, RevokeReason::Host(since + self.pass.settings.patience));
     }
 
     /// Revokes an entry if it is live, and notes that its acknowledgement is missing.
-    fn pend(&mut self, index: u32, why: Why) {
+    fn pend(&mut self, index: u32, why: RevokeReason) {
         if self.pending.iter().any(|pending| pending.index == index) {
             return;
         }
@@ -554,19 +554,19 @@ impl Slots {
             let acknowledged = || self.pass.table.acknowledged(index) == line.entry().generation;
             // Refused if there is nothing to revoke.
             let _ = match (why, line.state()) {
-                (Why::Downgrade, _) => Ok(()),
+                (RevokeReason::Downgrade, _) => Ok(()),
                 // An open or a worker that is about to make it live finds no slot.
-                (Why::Host(_), EntryState::Free | EntryState::Gone) => line.step(Change::Withdraw),
-                (Why::Host(_) | Why::Room, EntryState::Revoking { .. }) if acknowledged() => {
+                (RevokeReason::Host(_), EntryState::Free | EntryState::Gone) => line.step(Change::Withdraw),
+                (RevokeReason::Host(_) | RevokeReason::Room, EntryState::Revoking { .. }) if acknowledged() => {
                     line.step(Change::Withdraw)
                 }
-                (Why::Host(_) | Why::Longer | Why::Room, _) => line.step(Change::Revoke),
+                (RevokeReason::Host(_) | RevokeReason::Longer | RevokeReason::Room, _) => line.step(Change::Revoke),
             };
             line.entry()
         });
         if entry.state.is_revoking() {
             self.pending.push(Pending { index, generation: entry.generation, why, since: self.now });
-        } else if entry.state == EntryState::Gone && matches!(why, Why::Host(_) | Why::Room) {
+        } else if entry.state == EntryState::Gone && matches!(why, RevokeReason::Host(_) | RevokeReason::Room) {
             self.gone(index);
         }
     }
@@ -590,7 +590,7 @@ impl Slots {
 
     /// Makes room for a file that has outgrown its slot: behind the slot if that is possible, or else by a revocation,
     /// after which the file moves. `whom`: who gives way then.
-    fn lengthen(&mut self, index: u32, whom: Whom) {
+    fn lengthen(&mut self, index: u32, whom: Victims) {
         let Some(held) = self.known.get(&index).and_then(|slot| slot.held.as_ref()) else { return };
         let entry = self.pass.table.entry(index);
         let (at, len) = (held.at, held.len());
@@ -608,7 +608,7 @@ impl Slots {
             };
             self.drop_slot(evicted);
         }
-        self.pend(index, Why::Longer);
+        self.pend(index, RevokeReason::Longer);
     }
 
     /// Maps more of a file right behind its slot, for `size` bytes of the file. The guest need not let go of anything.
@@ -668,7 +668,7 @@ impl Slots {
         self.settle_times(self.now);
         let over = |p: &Pending| {
             let acknowledged = self.pass.table.acknowledged(p.index) == p.generation;
-            let late = matches!(p.why, Why::Host(until) if Instant::now() >= until);
+            let late = matches!(p.why, RevokeReason::Host(until) if Instant::now() >= until);
             (acknowledged || late).then_some((p.index, p.why, p.since, acknowledged))
         };
         let over: Vec<_> = self.pending.iter().filter_map(over).collect();
@@ -706,18 +706,18 @@ impl Slots {
         }
     }
 
-    fn finish(&mut self, index: u32, why: Why, acknowledged: bool) {
+    fn finish(&mut self, index: u32, why: RevokeReason, acknowledged: bool) {
         match why {
-            Why::Host(_) if acknowledged => self.gone(index),
-            Why::Host(_) => self.replace(index),
-            Why::Room => {
+            RevokeReason::Host(_) if acknowledged => self.gone(index),
+            RevokeReason::Host(_) => self.replace(index),
+            RevokeReason::Room => {
                 self.gone(index);
                 if let Some(slot) = self.known.get_mut(&index) {
                     slot.not_before = None;
                 }
             }
-            Why::Downgrade => self.pass.send(SlotJob::Entry(EntryJob::Live, index)),
-            Why::Longer => self.pass.send(SlotJob::Entry(EntryJob::Move, index)),
+            RevokeReason::Downgrade => self.pass.send(SlotJob::Entry(EntryJob::Live, index)),
+            RevokeReason::Longer => self.pass.send(SlotJob::Entry(EntryJob::Move, index)),
         }
     }
 
@@ -734,7 +734,7 @@ impl Slots {
         self.set_gone(index, Change::Seize);
         self.spent(held);
         if let Some(slot) = self.known.get_mut(&index) {
-            slot.late = Some(Late { at, len, generation, file: None });
+            slot.late = Some(Overdue { at, len, generation, file: None });
         }
         self.pass.send(SlotJob::Entry(EntryJob::Replace, index));
     }

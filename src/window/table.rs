@@ -262,8 +262,8 @@ impl Line {
 
 /// The guest may write to the memory, so the daemon reads nothing but the guest's own words from it.
 ///
-/// Lock rule: one line at a time, as the last lock but for that of `Times`, and no system call and no call to the
-/// frontend while it is held: who revokes takes it. Who looks at the line's file holds its [`Look`] first.
+/// Lock rule: one line at a time, as the last lock but for that of `DeferredMtime`, and no system call and no call to
+/// the frontend while it is held: who revokes takes it. Who looks at the line's file holds its [`Look`] first.
 pub struct Table {
     memory: MmapRegion<()>,
     lines: Box<[Mutex<Line>]>,

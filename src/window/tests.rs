@@ -12,8 +12,8 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 use parking_lot::Mutex;
 use vm_memory::{Bytes, VolatileMemory};
 
+use super::mtime::Touch;
 use super::proxy::{Event, Kind, Opened};
-use super::times::Touch;
 use super::*;
 
 /// Live mappings as the frontend has them: where they begin (see [`place`]), the proxy file's id, where in it they
@@ -163,18 +163,18 @@ impl Source for FakeSource {
     }
 }
 
-struct Rig {
+struct Harness {
     window: Arc<Window>,
     taken: Arc<Taken>,
     made: Arc<Made>,
 }
 
-fn rig(guarded: bool) -> Rig {
+fn rig(guarded: bool) -> Harness {
     let (taken, made) = (Arc::new(Taken::default()), Arc::new(Made { guarded, ..Made::default() }));
     let window = Window::new(16 * RANGE, None, made.clone()).unwrap();
     window.connect(Arc::new(FakeFrontend(taken.clone(), made.clone())));
     window.announce();
-    Rig { window, taken, made }
+    Harness { window, taken, made }
 }
 
 fn wait(ask: impl FnOnce(Answer) -> Result<()>) -> Result<()> {
@@ -183,7 +183,7 @@ fn wait(ask: impl FnOnce(Answer) -> Result<()>) -> Result<()> {
     receive.recv().unwrap()
 }
 
-impl Rig {
+impl Harness {
     fn map(&self, range: u64, ranges: u64, from: u64, writable: bool, node: u64, source: FakeSource) -> Result<()> {
         let (at, len, from) = (range * RANGE, ranges * RANGE, from * RANGE);
         wait(|answer| self.window.map((at, len), from, writable, node, Arc::new(source), || answer))
@@ -393,7 +393,7 @@ fn a_mapping_that_the_frontend_still_has_is_replaced() {
 
 /// A passthrough window whose mapper takes a turn when it is told to, and a guest that sees the table.
 struct Stepped {
-    rig: doors::Rig,
+    rig: fuzzing::Harness,
     taken: Arc<Taken>,
     made: Arc<Made>,
     guest: Arc<vm_memory::mmap::MmapRegion>,
@@ -411,7 +411,7 @@ impl Stepped {
     /// `touch`: sets the times of a file.
     fn touching(settings: Settings, touch: Touch) -> Self {
         let (taken, made) = (Arc::new(Taken::default()), Arc::new(Made { guarded: true, ..Made::default() }));
-        let rig = doors::Rig::with(0, settings, made.clone(), touch).unwrap();
+        let rig = fuzzing::Harness::with(0, settings, made.clone(), touch).unwrap();
         rig.window.connect(Arc::new(FakeFrontend(taken.clone(), made.clone())));
         rig.window.announce();
         let table = std::fs::File::from(rig.table().file().unwrap().try_clone_to_owned().unwrap());
@@ -482,7 +482,7 @@ impl Stepped {
         self.guest.as_volatile_slice().load(24, Ordering::Acquire).unwrap()
     }
 
-    fn state(&self, index: u32) -> doors::EntryState {
+    fn state(&self, index: u32) -> fuzzing::EntryState {
         self.rig.table().entry(index).state
     }
 
@@ -595,7 +595,7 @@ fn a_file_that_is_slow_to_get_its_times_delays_nobody() {
         window.turns(now);
         window.acknowledge(index);
         window.turns(now);
-        assert_eq!(window.state(index), doors::EntryState::Gone);
+        assert_eq!(window.state(index), fuzzing::EntryState::Gone);
         if index == slow_at {
             begun.recv().unwrap();
         }
@@ -614,8 +614,8 @@ fn a_file_that_is_slow_to_get_its_times_delays_nobody() {
     assert!(!window.rig.pass().owes_times(7));
 }
 
-const LIVE: doors::EntryState = doors::EntryState::Live { writable: true };
-const REVOKING: doors::EntryState = doors::EntryState::Revoking { writable: true };
+const LIVE: fuzzing::EntryState = fuzzing::EntryState::Live { writable: true };
+const REVOKING: fuzzing::EntryState = fuzzing::EntryState::Revoking { writable: true };
 const SECOND: Duration = Duration::from_secs(1);
 
 /// A request looks at the file, and waits for its lock.
@@ -632,7 +632,7 @@ fn who_looks_at_a_file_delays_no_revocation_of_it() {
     assert_eq!(window.state(index), REVOKING);
     window.acknowledge(index);
     window.rig.turn();
-    assert_eq!((window.state(index), window.rig.live()), (doors::EntryState::Gone, [0, 0, 1]));
+    assert_eq!((window.state(index), window.rig.live()), (fuzzing::EntryState::Gone, [0, 0, 1]));
     // What it finds says nothing of the entry's next node.
     pass.release(7);
     window.rig.turn();
@@ -680,7 +680,7 @@ fn an_idle_slot_gives_way_to_a_file_that_is_opened() {
     window.acknowledge(idle);
     window.turns(now);
     let new = told.try_recv().unwrap().unwrap().unwrap();
-    assert_eq!((window.state(idle), window.state(new)), (doors::EntryState::Gone, LIVE));
+    assert_eq!((window.state(idle), window.state(new)), (fuzzing::EntryState::Gone, LIVE));
     assert_eq!(next.try_recv().unwrap().unwrap(), None, "there was one");
     assert_eq!(window.rig.live(), [0, 2, 1]);
     // The node's other opens have the entry that it has lost the slot of.
@@ -721,7 +721,7 @@ fn a_fault_is_always_served() {
     // Both are open, and there is one slot. It stays for a moment.
     let nodes = [(1, first, second), (2, second, first)];
     for (node, index, other) in nodes.into_iter().cycle().take(6) {
-        assert_eq!((window.state(index), window.state(other)), (doors::EntryState::Gone, LIVE));
+        assert_eq!((window.state(index), window.state(other)), (fuzzing::EntryState::Gone, LIVE));
         assert_eq!((window.ask(node, now), window.state(other)), (Err(Errno::AGAIN), LIVE));
         now += SECOND / 20;
         window.word(other, 2, 1);
@@ -770,11 +770,11 @@ fn the_least_used_slot_gives_way_to_a_fault_and_no_more_than_needed() {
         window.word(index, 2, 1);
     }
     assert_eq!(window.ask(2, now), Err(Errno::AGAIN));
-    assert_eq!(states(&window), [REVOKING, LIVE, doors::EntryState::Gone, LIVE]);
+    assert_eq!(states(&window), [REVOKING, LIVE, fuzzing::EntryState::Gone, LIVE]);
     window.acknowledge(all[0]);
     window.turns(now);
     assert_eq!(window.ask(2, now), Ok(()));
-    assert_eq!(states(&window), [doors::EntryState::Gone, LIVE, LIVE, LIVE]);
+    assert_eq!(states(&window), [fuzzing::EntryState::Gone, LIVE, LIVE, LIVE]);
     // A file that is used by messages gets a slot again if one is idle.
     now += SECOND;
     window.rig.turn_at(now);
@@ -788,7 +788,7 @@ fn the_least_used_slot_gives_way_to_a_fault_and_no_more_than_needed() {
         window.word(index, 2, 1);
     }
     read(&mut window, now);
-    assert_eq!(states(&window), [doors::EntryState::Gone, LIVE, LIVE, LIVE]);
+    assert_eq!(states(&window), [fuzzing::EntryState::Gone, LIVE, LIVE, LIVE]);
     now += SECOND;
     for index in [all[1], all[2], tenth] {
         window.word(index, 2, 1);
@@ -799,10 +799,10 @@ fn the_least_used_slot_gives_way_to_a_fault_and_no_more_than_needed() {
         window.word(index, 2, 1);
     }
     read(&mut window, now);
-    assert_eq!(states(&window), [doors::EntryState::Gone, LIVE, LIVE, REVOKING]);
+    assert_eq!(states(&window), [fuzzing::EntryState::Gone, LIVE, LIVE, REVOKING]);
     window.acknowledge(all[3]);
     window.turns(now);
-    assert_eq!(states(&window), [LIVE, LIVE, LIVE, doors::EntryState::Gone]);
+    assert_eq!(states(&window), [LIVE, LIVE, LIVE, fuzzing::EntryState::Gone]);
 }
 
 #[test]
@@ -867,7 +867,7 @@ fn only_kept_slots_give_way_to_one_that_grows() {
     window.grow(0, &files[0], 8 * RANGE + 1);
     window.turns(now);
     assert_eq!((window.pieces(all[0]), window.revocations()), (vec![RANGE, 16 * RANGE], 0));
-    assert_eq!((window.state(all[1]), window.rig.live()), (doors::EntryState::Free, [0, 3, 1]));
+    assert_eq!((window.state(all[1]), window.rig.live()), (fuzzing::EntryState::Free, [0, 3, 1]));
     // There is room for more of it, but not for another mapping.
     window.grow(0, &files[0], 17 * RANGE + 1);
     window.turns(now);
@@ -961,7 +961,7 @@ fn a_slot_that_has_grown_goes_as_a_whole() {
     let generation = window.rig.table().entry(index).generation;
     window.rig.event(Event::Revoke(id));
     let until = Instant::now() + 20 * SECOND;
-    while window.state(index) != doors::EntryState::Gone {
+    while window.state(index) != fuzzing::EntryState::Gone {
         assert!(Instant::now() < until);
         window.turns(now);
     }
@@ -987,7 +987,7 @@ fn a_process_waits_from_when_the_daemon_hears_of_it() {
     let mut window = Stepped::new(4 * RANGE, 2);
     let now = Instant::now();
     let (later, before) = (now + 3600 * SECOND, now - 2 * SECOND);
-    for (since, state) in [(later, REVOKING), (before, doors::EntryState::Gone)] {
+    for (since, state) in [(later, REVOKING), (before, fuzzing::EntryState::Gone)] {
         let index = window.open_at(7, &full_file(5000), now).unwrap();
         let id = window.taken.mapped.lock().last().unwrap().1;
         window.rig.event_at(Event::Revoke(id), since);
@@ -1029,7 +1029,7 @@ fn a_long_file_is_allocated_in_parts() {
     assert_eq!(window.state(index), REVOKING);
     window.acknowledge(index);
     window.turns(now);
-    assert_eq!(window.state(index), doors::EntryState::Live { writable: false });
+    assert_eq!(window.state(index), fuzzing::EntryState::Live { writable: false });
     // Others need not wait until all of it is done. In a test, a part is one range.
     let again = Err(Errno::AGAIN);
     assert_eq!([0; 3].map(|at| window.ask_at(7, at, now)), [again, again, Ok(())]);
@@ -1049,7 +1049,7 @@ fn a_long_file_in_memory_is_allocated_in_parts() {
     window.turns(now);
     window.acknowledge(index);
     window.turns(now);
-    assert_eq!(window.state(index), doors::EntryState::Gone);
+    assert_eq!(window.state(index), fuzzing::EntryState::Gone);
     let blocks = || file.metadata().unwrap().blocks() * 512;
     let (mut parts, mut before) = (0, blocks());
     // The file must not come back sooner than the host's process sees that it is gone.
@@ -1078,6 +1078,6 @@ fn a_session_that_ends_while_files_are_mapped_leaves_no_entry_and_no_open_unansw
     window.rig.window.reset();
     assert_eq!(told.recv().unwrap(), Err(Errno::IO));
     window.start();
-    assert!((1..4096).all(|index| window.rig.table().entry(index) == doors::Entry::default()));
+    assert!((1..4096).all(|index| window.rig.table().entry(index) == fuzzing::Entry::default()));
     assert_eq!((window.rig.live(), window.taken.mapped.lock().len()), ([0, 0, 1], 1));
 }

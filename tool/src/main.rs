@@ -4,7 +4,7 @@
 mod check;
 mod command;
 mod daemons;
-mod pages;
+mod man;
 mod qemu;
 mod run;
 mod top;
@@ -50,7 +50,7 @@ enum Command {
         shell: clap_complete::Shell,
         /// The program that is completed
         #[arg(default_value = "thruway")]
-        program: pages::Program,
+        program: man::Program,
     },
 
     /// Write the manual pages into a directory: thruwayd.8, thruway.1 and a page for each of its commands
@@ -68,8 +68,8 @@ fn main() -> ExitCode {
         Command::Status(options) => top::status(&options),
         Command::Top(options) => top::top(&options),
         Command::EnterSandbox { dir } => return check::enter_sandbox(dir),
-        Command::Completions { shell, program } => pages::completions(shell, program),
-        Command::Man { dir } => pages::man(&dir),
+        Command::Completions { shell, program } => man::completions(shell, program),
+        Command::Man { dir } => man::man(&dir),
     };
     result.unwrap_or_else(|error| {
         eprintln!("thruway: {error}");

@@ -8,9 +8,9 @@
 //! from the handshake to the notifications.
 
 mod data;
-#[cfg(fuzzing)]
-pub mod doors;
 mod fuse;
+#[cfg(fuzzing)]
+pub mod fuzzing;
 mod guard;
 mod marks;
 mod messages;

@@ -8,13 +8,13 @@ use std::time::Instant;
 use rustix::fs::fstat;
 use rustix::io::Errno;
 
-use super::{FULL, Held, LATER, Need, OPENING, Opening, Slot, Slots, TOO_LONG, Wanting, Whom, shortest};
+use super::{FULL, Held, LATER, Need, OPENING, Opening, Slot, Slots, TOO_LONG, Victims, Wanting, shortest};
 use crate::fuse::ops::Result;
 use crate::window::jobs::{EntryJob, SlotJob};
 use crate::window::passthrough::Passthrough;
 use crate::window::proxy::{Kind, errno};
+use crate::window::reservation::Stores;
 use crate::window::shared::{CachedFile, Mapping, ProxyFiles, Source, WHOLE_FILES};
-use crate::window::space::Stores;
 use crate::window::table::{EntryState, Filled};
 use crate::window::turn::{MayWait, Turn};
 
@@ -28,7 +28,7 @@ impl Turn<'_, Slots> {
                 let asked = self.ask(node, index, from, len, writable);
                 self.unlocked(|_| answer(asked));
             }
-            SlotJob::Entry(EntryJob::Remap, index) => self.lengthen(index, Whom::Idle),
+            SlotJob::Entry(EntryJob::Remap, index) => self.lengthen(index, Victims::Idle),
             SlotJob::Entry(EntryJob::Want, index) => self.want_again(index),
             SlotJob::Entry(EntryJob::Live, index) => drop(self.live(index, None, false)),
             SlotJob::Entry(EntryJob::Move, index) => self.move_elsewhere(index),
@@ -63,7 +63,7 @@ impl Turn<'_, Slots> {
         let start = Instant::now();
         self.known.insert(index, Slot::new(session, node, source));
         let mapped = self.fill(index, Need::Open);
-        if mapped == Err(FULL) && self.make_room(index, Whom::Idle) {
+        if mapped == Err(FULL) && self.make_room(index, Victims::Idle) {
             tracing::debug!(node, "another file leaves its slot for one that is opened");
             let since = self.now;
             return self.wanting.push(Wanting { index, need: Need::Open, since });
@@ -159,7 +159,7 @@ impl Turn<'_, Slots> {
         if waits || !open || self.is_wanting(index) || self.is_kept_away(index) {
             return;
         }
-        if self.fill(index, Need::Later) == Err(FULL) && self.make_room(index, Whom::Idle) {
+        if self.fill(index, Need::Later) == Err(FULL) && self.make_room(index, Victims::Idle) {
             let since = self.now;
             self.wanting.push(Wanting { index, need: Need::Later, since });
         }
@@ -293,7 +293,7 @@ impl Turn<'_, Slots> {
         match self.fill(index, Need::Fault) {
             Ok(()) => self.ask_live(index, end, writable),
             Err(FULL) => {
-                if self.make_room(index, Whom::Any) && !self.is_wanting(index) {
+                if self.make_room(index, Victims::Any) && !self.is_wanting(index) {
                     let since = self.now;
                     self.wanting.push(Wanting { index, need: Need::Fault, since });
                 }
@@ -329,7 +329,7 @@ impl Turn<'_, Slots> {
             if shortest(entry.size) > self.pass.size() {
                 return Err(Errno::NOSPC);
             }
-            self.lengthen(index, Whom::Any);
+            self.lengthen(index, Victims::Any);
             entry = self.pass.table.entry(index);
             if !entry.state.is_live() || end > entry.length {
                 return Err(Errno::AGAIN);

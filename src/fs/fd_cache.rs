@@ -27,14 +27,14 @@ const ASKED: usize = 8;
 const UNUSED: Duration = Duration::from_secs(1);
 
 /// Keeps a descriptor.
-pub trait Keeper: Send + Sync + 'static {
+pub trait FdHolder: Send + Sync + 'static {
     /// What is kept. It closes the descriptor when it is dropped.
     type Spare;
     /// Gives up the descriptor if it was not used since the last call. `sweeps`: it may keep it for another reason.
     fn give_up(&self, sweeps: bool) -> GivenUp<Self::Spare>;
 }
 
-/// What [`Keeper::give_up`] did.
+/// What [`FdHolder::give_up`] did.
 pub enum GivenUp<S> {
     /// The descriptor is in use, or was used lately.
     Used,
@@ -52,7 +52,7 @@ impl<S> GivenUp<S> {
 }
 
 /// Those that keep a descriptor, and a thread that closes what is not used.
-pub struct Kept<T> {
+pub struct FdCache<T> {
     state: Mutex<State<T>>,
     /// There is a keeper, or it is over.
     changed: Condvar,
@@ -63,7 +63,7 @@ pub struct Kept<T> {
 }
 
 /// A keeper that is still there, and what it kept.
-type Evicted<T> = (Option<Arc<T>>, Option<<T as Keeper>::Spare>);
+type Evicted<T> = (Option<Arc<T>>, Option<<T as FdHolder>::Spare>);
 
 struct State<T> {
     /// The one that is asked next is the first.
@@ -71,7 +71,7 @@ struct State<T> {
     over: bool,
 }
 
-impl<T: Keeper> Kept<T> {
+impl<T: FdHolder> FdCache<T> {
     /// Starts the thread, which calls `enter` first. It sleeps while nothing is kept.
     pub fn start(enter: impl FnOnce() + Send + 'static) -> Arc<Self> {
         let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX) / SHARE;

@@ -8,13 +8,13 @@ use std::collections::BTreeMap;
 const BEHIND: u64 = 7;
 
 /// Ranges of a region, in bytes.
-pub struct Room {
+pub struct RangeAllocator {
     size: u64,
     /// Lengths by offset.
     taken: BTreeMap<u64, u64>,
 }
 
-impl Room {
+impl RangeAllocator {
     pub fn new(size: u64) -> Self {
         Self { size, taken: BTreeMap::new() }
     }
@@ -101,7 +101,7 @@ mod tests {
 
     #[test]
     fn gaps_are_filled() {
-        let mut room = Room::new(10);
+        let mut room = RangeAllocator::new(10);
         assert_eq!([4, 4, 4, 2, 1].map(|len| room.take(len, &[])), [Some(6), Some(2), None, Some(0), None]);
         room.free(6);
         assert_eq!([5, 3, 1].map(|len| room.take(len, &[])), [None, Some(7), Some(6)]);
@@ -115,7 +115,7 @@ mod tests {
 
     #[test]
     fn slots_have_room_behind_while_half_of_the_region_is_in_one_piece() {
-        let mut room = Room::new(64);
+        let mut room = RangeAllocator::new(64);
         // Each has seven times its length behind it, up to the half.
         assert_eq!([1, 2, 1].map(|len| room.take(len, &[])), [Some(0), Some(8), Some(24)]);
         assert!(room.would_fit(39, &[]));
@@ -127,7 +127,7 @@ mod tests {
 
     #[test]
     fn what_is_kept_counts_as_free_and_stays() {
-        let mut room = Room::new(64);
+        let mut room = RangeAllocator::new(64);
         assert_eq!([1, 1, 1].map(|len| room.take(len, &[])), [Some(0), Some(8), Some(16)]);
         room.free(16);
         // The slot at 0 has a kept one behind it, and that has none of its own room.
@@ -137,7 +137,7 @@ mod tests {
 
     #[test]
     fn a_slot_grows_into_what_is_free_behind_it() {
-        let mut room = Room::new(20);
+        let mut room = RangeAllocator::new(20);
         assert_eq!(room.take(2, &[]), Some(0));
         assert_eq!(room.take(4, &[]), Some(16));
         assert!(room.resize(0, 16) && !room.resize(0, 17));

@@ -25,7 +25,7 @@ pub fn touch(file: BorrowedFd) -> Result<()> {
 
 /// Lock rule: `state` is locked after a line of the table, as the last lock. It is not locked while a file gets its
 /// times.
-pub struct Times {
+pub struct DeferredMtime {
     state: Mutex<State>,
     /// A file has got its times.
     set: Condvar,
@@ -39,7 +39,7 @@ struct State {
     owed: Vec<(u64, Arc<OwnedFd>)>,
     /// Nodes whose file gets it now.
     setting: Vec<u64>,
-    /// Threads of [`Times::set_soon`].
+    /// Threads of [`DeferredMtime::set_soon`].
     threads: usize,
 }
 
@@ -50,7 +50,7 @@ impl State {
     }
 }
 
-impl Times {
+impl DeferredMtime {
     pub fn new(touch: Touch) -> Arc<Self> {
         Arc::new(Self { state: Mutex::default(), set: Condvar::new(), touch })
     }
@@ -140,7 +140,7 @@ mod tests {
     use super::*;
 
     /// Files whose times take as long as the test likes: it hears of each, and says when it is done.
-    fn slow() -> (Arc<Times>, Receiver<()>, Sender<()>) {
+    fn slow() -> (Arc<DeferredMtime>, Receiver<()>, Sender<()>) {
         let ((begin, begun), (go, wait)) = (channel(), channel());
         let wait = Mutex::new(wait);
         let touch = move |_: BorrowedFd<'_>| {
@@ -148,7 +148,7 @@ mod tests {
             wait.lock().recv().unwrap();
             Ok(())
         };
-        (Times::new(Box::new(touch)), begun, go)
+        (DeferredMtime::new(Box::new(touch)), begun, go)
     }
 
     fn file() -> Arc<OwnedFd> {

@@ -3,20 +3,20 @@
 use std::time::{Duration, Instant};
 
 use super::jobs::Job;
+use super::mtime::Touch;
 use super::proxy::Event;
-use super::times::Touch;
 use super::*;
 
 pub use super::table::{Change, Entry, EntryState, Line, Table};
 
 /// A window whose mapper takes a turn only when it is told to.
-pub struct Rig {
+pub struct Harness {
     pub window: Arc<Window>,
     pass: Arc<Passthrough>,
     mapper: Arc<Mapper>,
 }
 
-impl Rig {
+impl Harness {
     pub fn new(size: u64, settings: Settings, files: Arc<dyn ProxyFiles>) -> io::Result<Self> {
         Self::with(size, settings, files, Box::new(touch))
     }

@@ -100,11 +100,11 @@ fn has_all_pages(file: BorrowedFd, size: u64) -> bool {
 /// Anybody may make a file longer by a hole within such a range. The guest stores there only when it knows the new
 /// size, and only this daemon tells it, after it has allocated the blocks.
 #[derive(Default)]
-pub struct Promises(DashMap<u64, Arc<Promise>>);
+pub struct Reservations(DashMap<u64, Arc<Reservation>>);
 
 /// Lock rule: `allocating` before `made`. `allocating` is held over system calls on the file; who revokes takes `made`
 /// alone.
-struct Promise {
+struct Reservation {
     file: Arc<OwnedFd>,
     stores: Stores,
     /// Whoever allocates, or learns of blocks that came or went.
@@ -118,11 +118,11 @@ struct Made {
     ranges: BTreeSet<u64>,
     /// All of them have blocks up to here.
     end: u64,
-    /// How many calls of [`Promises::add`] have yet to add their range.
+    /// How many calls of [`Reservations::add`] have yet to add their range.
     adding: usize,
 }
 
-impl Promise {
+impl Reservation {
     /// `to`: the file's present or next size in bytes. To be called with `allocating`.
     fn grow(&self, to: u64) -> Result<()> {
         let (ranges, end) = {
@@ -150,7 +150,7 @@ impl Promise {
     }
 }
 
-impl Promises {
+impl Reservations {
     /// Allocates the blocks of the range at `from`, now and when its file grows. May wait for the file.
     ///
     /// # Errors
@@ -158,42 +158,42 @@ impl Promises {
     pub fn add(&self, node: u64, file: &Arc<OwnedFd>, stores: Stores, from: u64) -> Result<()> {
         let new = || {
             let (allocating, made) = Default::default();
-            Arc::new(Promise { file: file.clone(), stores, allocating, made })
+            Arc::new(Reservation { file: file.clone(), stores, allocating, made })
         };
-        let promise = {
+        let reservation = {
             let entry = self.0.entry(node).or_insert_with(new);
             entry.made.lock().adding += 1;
             entry.clone()
         };
-        let done = promise.add(from);
-        promise.made.lock().adding -= 1;
+        let done = reservation.add(from);
+        reservation.made.lock().adding -= 1;
         self.drop_empty(node);
         done
     }
 
     pub fn remove(&self, node: u64, from: u64) {
-        let Some(promise) = self.get(node) else { return };
-        promise.made.lock().ranges.remove(&from);
+        let Some(reservation) = self.get(node) else { return };
+        reservation.made.lock().ranges.remove(&from);
         self.drop_empty(node);
     }
 
     fn drop_empty(&self, node: u64) {
         let is_empty = |made: &Made| made.ranges.is_empty() && made.adding == 0;
-        self.0.remove_if(&node, |_, promise| is_empty(&promise.made.lock()));
+        self.0.remove_if(&node, |_, reservation| is_empty(&reservation.made.lock()));
     }
 
     /// Whether the range at `from` has a promise.
     pub fn has(&self, node: u64, from: u64) -> bool {
-        self.get(node).is_some_and(|promise| promise.made.lock().ranges.contains(&from))
+        self.get(node).is_some_and(|reservation| reservation.made.lock().ranges.contains(&from))
     }
 
-    fn get(&self, node: u64) -> Option<Arc<Promise>> {
-        self.0.get(&node).map(|promise| promise.clone())
+    fn get(&self, node: u64) -> Option<Arc<Reservation>> {
+        self.0.get(&node).map(|reservation| reservation.clone())
     }
 
     /// Where the file system puts stores to a node's ranges. `None` if it has no range.
     pub fn stores(&self, node: u64) -> Option<Stores> {
-        self.get(node).map(|promise| promise.stores)
+        self.get(node).map(|reservation| reservation.stores)
     }
 
     /// Call this before the guest can know that the file has `to` bytes. May wait for the file.
@@ -201,21 +201,21 @@ impl Promises {
     /// # Errors
     /// As [`add`](Self::add). The guest must then not learn of the size.
     pub fn grows(&self, node: u64, to: u64) -> Result<()> {
-        let Some(promise) = self.get(node) else { return Ok(()) };
-        if to <= promise.made.lock().end {
+        let Some(reservation) = self.get(node) else { return Ok(()) };
+        if to <= reservation.made.lock().end {
             return Ok(());
         }
-        let _allocating = promise.allocating.lock();
-        promise.grow(to)
+        let _allocating = reservation.allocating.lock();
+        reservation.grow(to)
     }
 
     /// The guest has written these bytes by a message, so they have blocks or reserved room. On a full disk, allocating
     /// them again could fail.
     pub fn filled(&self, node: u64, bytes: impl FnOnce() -> std::ops::Range<u64>) {
-        let Some(promise) = self.get(node) else { return };
-        let _allocating = promise.allocating.lock();
+        let Some(reservation) = self.get(node) else { return };
+        let _allocating = reservation.allocating.lock();
         let bytes = bytes();
-        let mut made = promise.made.lock();
+        let mut made = reservation.made.lock();
         if bytes.start <= made.end {
             made.end = made.end.max(bytes.end);
         }
@@ -223,9 +223,9 @@ impl Promises {
 
     /// The file was cut off at `to`, and so were its blocks.
     pub fn shrunk(&self, node: u64, to: u64) {
-        if let Some(promise) = self.get(node) {
-            let _allocating = promise.allocating.lock();
-            let mut made = promise.made.lock();
+        if let Some(reservation) = self.get(node) {
+            let _allocating = reservation.allocating.lock();
+            let mut made = reservation.made.lock();
             made.end = made.end.min(to);
         }
     }

@@ -11,12 +11,12 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicI32;
 
 /// A window process without a guard. Its kernel's side is a mount, or what the other end of a socket says.
-pub struct Rig {
+pub struct Harness {
     shared: Arc<Shared>,
     fuse: Option<Fuse>,
 }
 
-impl Rig {
+impl Harness {
     /// With a mount, which a thread serves.
     pub fn mounted() -> io::Result<Self> {
         let (fuse, root) = mount().map_err(io::Error::other)?;

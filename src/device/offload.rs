@@ -16,7 +16,7 @@ const CROWD: u32 = 64;
 
 /// What one worker has seen of its queue.
 #[derive(Default)]
-pub struct Crowd {
+pub struct CopyOffload {
     /// How many more large transfers leave.
     left: u32,
     /// The next request has waited behind a large one.
@@ -25,7 +25,7 @@ pub struct Crowd {
     data: bool,
 }
 
-impl Crowd {
+impl CopyOffload {
     /// The request that is served is a READ or WRITE of `bytes`. True if it should leave the worker.
     pub fn moves(&mut self, bytes: usize) -> bool {
         self.data = true;
@@ -52,7 +52,7 @@ impl Crowd {
 mod tests {
     use super::*;
 
-    impl Crowd {
+    impl CopyOffload {
         /// A transfer; whether it leaves the worker.
         fn transfer(&mut self, bytes: usize, others: bool) -> bool {
             let leaves = self.moves(bytes);
@@ -67,18 +67,18 @@ mod tests {
 
     #[test]
     fn transfers_leave_while_metadata_waits() {
-        let mut crowd = Crowd::default();
-        assert!(!crowd.transfer(LARGE, true));
+        let mut offload = CopyOffload::default();
+        assert!(!offload.transfer(LARGE, true));
         // A transfer that has waited does not count.
-        assert!(!crowd.transfer(LARGE, true));
-        crowd.served(16, || true);
-        assert!(!crowd.transfer(LARGE - 1, true));
+        assert!(!offload.transfer(LARGE, true));
+        offload.served(16, || true);
+        assert!(!offload.transfer(LARGE - 1, true));
         for _ in 0..CROWD {
-            assert!(crowd.transfer(LARGE, true));
+            assert!(offload.transfer(LARGE, true));
         }
-        assert!(!crowd.transfer(LARGE, false));
+        assert!(!offload.transfer(LARGE, false));
         // No request has waited.
-        crowd.served(16, || true);
-        assert!(!crowd.transfer(LARGE, true));
+        offload.served(16, || true);
+        assert!(!offload.transfer(LARGE, true));
     }
 }
