@@ -220,9 +220,9 @@ def a_tree_goes():
 
 def it_moves_to_where_nobody_has_been():
     """The agent has no directory there."""
-    host("mkdir -p v/dir u/deep && touch v/file")
+    host("mkdir -p v/dir u/deep && touch v/file v/dir/inner")
     watcher = oracle.Watcher(["v"])
-    for name in ["v/dir", "v/file"]:
+    for name in ["v/dir/inner", "v/file"]:
         os.stat(name)
     host(f"mv v/dir v/file u/deep/ && touch v/{oracle.SENTINEL}-v")
     events = []
@@ -239,7 +239,8 @@ def it_moves_to_where_nobody_has_been():
         events += [(directory, mask, name) for directory, mask, _, name in watcher.now()]
     came = [name for _, mask, name in events if mask & oracle.MOVED_TO]
     equal(came, ["dir", "file", "w"])
-    equal((os.listdir("u/deep"), os.path.isdir("v/dir"), status()["failed"]), ([], True, 0))
+    equal((os.listdir("u/deep"), os.listdir("v/dir"), status()["failed"]), ([], ["inner"], 0))
+    os.stat("v/dir/inner")
     os.close(watcher.fd)
 
 
