@@ -35,10 +35,21 @@ impl Harness {
     fn new(fuse: OwnedFd, root: OwnedFd) -> Self {
         let (calls, notices) = pair().unwrap_or_else(|e| panic!("{e}"));
         let (invalidations, _) = pair().unwrap_or_else(|e| panic!("{e}"));
-        let (nodes, data, daemon) = (Default::default(), Default::default(), AtomicI32::new(0));
-        let (gate, watch) = (Err(String::new()), Watch::new().ok());
-        let shared = Shared { fuse, root, calls, invalidations, notices, nodes, data, daemon, gate, watch };
-        let shared = Arc::new(shared);
+        let (nodes, data, invalidating) = Default::default();
+        let (daemon, gate, watch) = (AtomicI32::new(0), Err(String::new()), Watch::new().ok());
+        let shared = Arc::new(Shared {
+            fuse,
+            root,
+            calls,
+            invalidations,
+            notices,
+            nodes,
+            data,
+            invalidating,
+            daemon,
+            gate,
+            watch,
+        });
         Self { fuse: Some(Fuse::new(shared.clone())), shared }
     }
 

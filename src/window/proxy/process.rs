@@ -21,12 +21,11 @@ use rustix::process::{WaitOptions, chroot, fchdir, setsid, waitpid};
 use rustix::thread::UnshareFlags;
 use zerocopy::IntoBytes;
 
-use super::data::{self, Data};
+use super::data;
 use super::fuse::Fuse;
 use super::guard;
 use super::marks::{Gate, Watch};
 use super::messages::{Call, READY, pair, receive, send};
-use super::nodes::Nodes;
 use super::shared::Shared;
 use super::{Guard, GuardMode, Proxy};
 use crate::sandbox::seccomp::{self, Condition};
@@ -136,7 +135,11 @@ impl Setup {
                 let guard = shared.gate.as_ref().err().map_or("", String::as_str);
                 let line = [&[READY], guard.as_bytes()].concat();
                 let _ = send(shared.calls.as_fd(), &line, None, SendFlags::empty());
-                serve(&shared, &shared.calls)
+                serve(&shared, &shared.calls);
+                // An exit ends the threads that serve the mount. Another one that waits for them would wait for ever,
+                // and with it the process. So no other thread exits, and the last invalidation is over by now.
+                let _none = shared.invalidating.write();
+                exit(0)
             }
             Err(reason) => {
                 let _ =
@@ -159,9 +162,21 @@ impl Setup {
         let namespaces = UnshareFlags::NEWNS | UnshareFlags::NEWNET | UnshareFlags::NEWIPC | UnshareFlags::NEWUTS;
         unshare(namespaces).step("create namespaces for the window process (it needs CAP_SYS_ADMIN)")?;
         let Self { fuse, root, calls, invalidations, notices } = self;
-        let (nodes, data, daemon) = (Nodes::default(), Data::default(), AtomicI32::new(0));
-        let shared = Shared { fuse, root, calls, invalidations, notices, nodes, data, daemon, gate, watch };
-        let shared = Arc::new(shared);
+        let (nodes, data, invalidating) = Default::default();
+        let daemon = AtomicI32::new(0);
+        let shared = Arc::new(Shared {
+            fuse,
+            root,
+            calls,
+            invalidations,
+            notices,
+            nodes,
+            data,
+            invalidating,
+            daemon,
+            gate,
+            watch,
+        });
         let mut fuse = Fuse::new(Arc::clone(&shared));
         fuse.serve_one().step("open a FUSE session with the kernel")?;
         probe(&shared)?;
@@ -237,7 +252,7 @@ fn spawn(shared: &Arc<Shared>, name: &str, run: impl FnOnce(&Arc<Shared>) + Send
 }
 
 /// Serves the daemon's calls until it ends.
-fn serve(shared: &Shared, calls: &OwnedFd) -> ! {
+fn serve(shared: &Shared, calls: &OwnedFd) {
     let mut sent = Ok(());
     while sent.is_ok() {
         let mut call = [0; size_of::<Call>()];
@@ -251,5 +266,4 @@ fn serve(shared: &Shared, calls: &OwnedFd) -> ! {
         let (answer, fd) = shared.answer(zerocopy::transmute!(call), message.fd);
         sent = send(calls.as_fd(), answer.as_bytes(), fd.as_ref().map(AsFd::as_fd), SendFlags::empty());
     }
-    exit(0)
 }

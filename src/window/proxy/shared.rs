@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::AtomicI32;
 
+use parking_lot::RwLock;
 use rustix::fs::{Mode, OFlags, fcntl_getfl, openat};
 use rustix::io::Errno;
 use rustix::net::SendFlags;
@@ -30,6 +31,8 @@ pub struct Shared {
     pub notices: OwnedFd,
     pub nodes: Nodes,
     pub data: Data,
+    /// Is read while a thread waits for the kernel to forget pages.
+    pub invalidating: RwLock<()>,
     /// The daemon's process.
     pub daemon: AtomicI32,
     pub gate: Result<Gate, String>,
@@ -55,6 +58,7 @@ impl Shared {
     /// Makes the kernel forget the pages of a Cached proxy file. Waits for READs that are under way.
     pub fn invalidate_node(&self, nodeid: u64) -> Result<(), Errno> {
         let notice = NotifyInvalInodeOut { ino: nodeid, off: 0, len: 0 };
+        let _invalidating = self.invalidating.read();
         match self.tell_kernel(0, NOTIFY_INVAL_INODE, notice.as_bytes()) {
             // The kernel does not know the node, so it has no pages of it.
             Err(Errno::NOENT) => Ok(()),
