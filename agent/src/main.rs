@@ -12,8 +12,9 @@ use std::fs;
 use std::io::Write;
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags, poll};
 use share::{Share, only};
 
 const HELP: &str = "\
@@ -63,9 +64,14 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
     let signals = sys::end_signals()?;
     // The kernel says by POLLPRI when it has changed.
     let info = fs::File::open("/proc/self/mountinfo").map_err(|e| format!("cannot read /proc/self/mountinfo: {e}"))?;
-    let (mut shares, mut all) = (HashMap::new(), true);
+    let (mut shares, mut looked) = (HashMap::new(), None);
     let (only, input) = (only(), std::io::stdin());
     loop {
+        // Whatever happens in between.
+        let all = looked.is_none_or(|looked: Instant| looked.elapsed() >= LOOK);
+        if all {
+            looked = Some(Instant::now());
+        }
         follow(&mut shares, all, only)?;
         if only.is_some() && shares.is_empty() {
             return Ok(());
@@ -76,11 +82,11 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
             PollFd::new(&input, PollFlags::empty()),
         ];
         let watched = if only.is_some() { 3 } else { 2 };
-        all = match poll(&mut ready[..watched], Some(&LOOK)) {
-            Ok(happened) => happened == 0,
-            Err(rustix::io::Errno::INTR) => false,
+        let left = LOOK.saturating_sub(looked.map_or(Duration::ZERO, |looked| looked.elapsed()));
+        match poll(&mut ready[..watched], Some(&left.try_into()?)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(errno) => return Err(errno.into()),
-        };
+        }
         if !ready[0].revents().is_empty() || !ready[2].revents().is_empty() {
             shares.values().flatten().for_each(|share: &Arc<Share>| share.end());
             return Ok(());
@@ -90,7 +96,7 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
 
 /// How often to look for shares in other mount namespaces. The kernel tells of changes in one's own only. It is two
 /// wake-ups a minute, and a container has run for some seconds before it misses an event.
-const LOOK: Timespec = Timespec { tv_sec: 30, tv_nsec: 0 };
+const LOOK: Duration = Duration::from_secs(30);
 
 /// Takes up the shares that are mounted now, and lets go of those that are not. `all`: also looks at the mount
 /// namespaces of others, and tries again what has failed. `only`: the one share to take up.

@@ -374,8 +374,22 @@ class Elsewhere:
         return os.read(self.ends, 65536).decode()
 
 
+def agents_mounts():
+    """Where the agent has something open. A share that it has open stays the same one when it is mounted again, with the pid namespace
+    of its first mounter."""
+    found = set()
+    for fd in os.listdir(f"/proc/{agent.pid}/fdinfo"):
+        try:
+            found |= {line for line in read(f"/proc/{agent.pid}/fdinfo/{fd}").decode().splitlines() if line.startswith("mnt_id")}
+        except FileNotFoundError:
+            # It was closed just now.
+            pass
+    return found
+
+
 def in_another_namespace():
     """The agent finds shares that only another mount namespace has, in part."""
+    before = agents_mounts()
     host("mkdir -p $work/y/part/watched")
     elsewhere = Elsewhere("y", "part")
     equal(elsewhere.told(), "ready")
@@ -384,6 +398,7 @@ def in_another_namespace():
     host("touch $work/y/part/watched/new && touch $work/y/part/watched/sentinel")
     equal(json.loads(elsewhere.told())[0], ["watched", oracle.CREATE, 0, "new"])
     equal(os.waitpid(elsewhere.pid, 0)[1], 0)
+    seen("the agent has let go of it", lambda: agents_mounts() <= before, True, limit=300)
 
 
 def in_another_pid_namespace():
@@ -395,7 +410,7 @@ def in_another_pid_namespace():
     elsewhere = Elsewhere("y", "part", pids=True)
     equal(elsewhere.told(), "ready")
     # It looks twice a minute.
-    seen("the agent has found it", said, before + 1)
+    seen("the agent has found it", said, before + 1, limit=300)
     host("cd $work/y/part/watched && rm -f sentinel && touch newer && touch sentinel")
     events = json.loads(elsewhere.told())
     assert ["watched", oracle.CREATE, 0, "newer"] in events, events

@@ -85,10 +85,10 @@ def timed(command):
     return took
 
 
-def seen(what, function, due):
+def seen(what, function, due, limit=SEEN):
     start = time.monotonic()
     while (got := function()) != due:
-        assert time.monotonic() - start < SEEN, f"{what}: {str(got)[:60]}, expected {str(due)[:60]} after {SEEN} s"
+        assert time.monotonic() - start < limit, f"{what}: {str(got)[:60]}, expected {str(due)[:60]} after {limit} s"
         time.sleep(0.05)
     print(f"ok {what} is seen after {time.monotonic() - start:.2f} s", flush=True)
 
