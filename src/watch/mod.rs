@@ -353,11 +353,7 @@ impl Watch {
             shares
         };
         if !shared_mark {
-            unmark(&|target| {
-                // The mark of a file that is gone went with it.
-                let flags = libc::FAN_MARK_REMOVE | target.flags();
-                let _ = fanotify::mark(shared.group.as_fd(), flags, target.mask(), target.start(), Some(target.path));
-            });
+            unmark(&|target| shared.unmark(target));
         }
         shared.full.store(false, Ordering::Relaxed);
     }
@@ -389,10 +385,15 @@ impl Shared {
         }
         if !table.of(Some(file)).iter().any(|node| table.is_marked(*node)) {
             drop(table);
-            let flags = libc::FAN_MARK_REMOVE | target.flags();
-            let _ = fanotify::mark(self.group.as_fd(), flags, target.mask(), target.start(), Some(target.path));
+            self.unmark(target);
         }
         Err(Errno::NOENT)
+    }
+
+    /// Has the kernel take a mark away. That of a file that is gone went with it.
+    fn unmark(&self, target: Target) {
+        let flags = libc::FAN_MARK_REMOVE | target.flags();
+        let _ = fanotify::mark(self.group.as_fd(), flags, target.mask(), target.start(), Some(target.path));
     }
 
     fn is_full(&self) {
