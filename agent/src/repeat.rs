@@ -189,7 +189,7 @@ impl<'a> Hands<'a> {
             return Ok(false);
         }
         let root = self.root;
-        let here = self.here(&change.place)?;
+        let mut here = self.here(&change.place)?;
         if change.has(ops::REFRESH) {
             here.settle(root, index);
             return Ok(false);
@@ -215,8 +215,8 @@ impl<'a> Hands<'a> {
         }
         if known {
             listed |= self.make_known(index, change)?;
+            here = self.here(&change.place)?;
         }
-        let here = self.here(&change.place)?;
         if more {
             match here.open() {
                 Ok(file) if is_of(root, index, change, sys::node_of(file.as_fd())?) => touch(file.as_fd(), change)?,

@@ -204,16 +204,21 @@ def a_watch_outlives_a_name():
     os.close(watcher.fd)
 
 
+def until(watcher, directory, last):
+    """Events up to the name `last` of one directory, (directory, mask, name)."""
+    events = []
+    while (directory, oracle.CREATE, last) not in events:
+        wait(watcher.fd)
+        events += [(directory, mask, name) for directory, mask, _, name in watcher.now()]
+    return events
+
+
 def a_tree_goes():
     """rm -r: each directory that is watched hears of what was in it."""
     host("mkdir -p t/x/y && touch t/x/y/file")
     watcher = oracle.Watcher(["t", "t/x", "t/x/y"])
     host(f"rm -r t/x && touch t/{oracle.SENTINEL}-t")
-    events = []
-    while ("t", oracle.CREATE, f"{oracle.SENTINEL}-t") not in events:
-        wait(watcher.fd)
-        events += [(directory, mask, name) for directory, mask, _, name in watcher.now()]
-    gone = [event for event in events if event[1] & oracle.DELETE]
+    gone = [event for event in until(watcher, "t", f"{oracle.SENTINEL}-t") if event[1] & oracle.DELETE]
     equal(gone, [("t/x/y", oracle.DELETE, "file"), ("t/x", oracle.DELETE | oracle.ISDIR, "y"), ("t", oracle.DELETE | oracle.ISDIR, "x")])
     os.close(watcher.fd)
 
@@ -225,19 +230,11 @@ def it_moves_to_where_nobody_has_been():
     for name in ["v/dir/inner", "v/file"]:
         os.stat(name)
     host(f"mv v/dir v/file u/deep/ && touch v/{oracle.SENTINEL}-v")
-    events = []
-    while ("v", oracle.CREATE, f"{oracle.SENTINEL}-v") not in events:
-        wait(watcher.fd)
-        events += [(directory, mask, name) for directory, mask, _, name in watcher.now()]
-    moved = [event for event in events if event[1] & oracle.MOVED_FROM]
+    moved = [event for event in until(watcher, "v", f"{oracle.SENTINEL}-v") if event[1] & oracle.MOVED_FROM]
     equal(moved, [("v", oracle.MOVED_FROM | oracle.ISDIR, "dir"), ("v", oracle.MOVED_FROM, "file")])
     # And back from there.
     host(f"touch w && mv u/deep/dir u/deep/file w v/ && touch v/{oracle.SENTINEL}-v2")
-    events = []
-    while ("v", oracle.CREATE, f"{oracle.SENTINEL}-v2") not in events:
-        wait(watcher.fd)
-        events += [(directory, mask, name) for directory, mask, _, name in watcher.now()]
-    came = [name for _, mask, name in events if mask & oracle.MOVED_TO]
+    came = [name for _, mask, name in until(watcher, "v", f"{oracle.SENTINEL}-v2") if mask & oracle.MOVED_TO]
     equal(came, ["dir", "file", "w"])
     equal((os.listdir("u/deep"), os.listdir("v/dir"), status()["failed"]), ([], ["inner"], 0))
     os.stat("v/dir/inner")
