@@ -433,14 +433,14 @@ impl Turn<'_, Dax> {
             if have.kind == Kind::Through {
                 let Some(through) = self.file(want.node)?.through.clone() else { return Ok(false) };
                 let reservations = self.shared.reservations.clone();
-                let promised = self.wait(|_| reservations.add(want.node, &through.real, through.stores, want.from));
+                let reserved = self.wait(|_| reservations.add(want.node, &through.real, through.stores, want.from));
                 if self.chunk(range) != Some(have) || !self.is_current(want.node, &through) {
                     // It was taken back meanwhile.
                     self.shared.reservations.remove(want.node, want.from);
                     self.spent(through);
-                    return promised.and(Ok(false));
+                    return reserved.and(Ok(false));
                 }
-                match promised {
+                match reserved {
                     Err(Errno::OPNOTSUPP) => return Ok(false),
                     done => done?,
                 }
@@ -455,7 +455,7 @@ impl Turn<'_, Dax> {
     fn map_range(&mut self, range: usize, want: Chunk) -> Result<()> {
         for _ in 0..TRIES {
             let proxy_file = self.proxy_file(want)?;
-            // On tmpfs, every mapping has a promise.
+            // On tmpfs, every mapping has a reservation.
             let stored = proxy_file.kind == Kind::Through && self.shared.reservations.has(want.node, want.from);
             let chunk = Chunk { stored: want.stored || stored, ..want };
             if self.is_current(want.node, &proxy_file) {
@@ -643,7 +643,7 @@ impl Turn<'_, Dax> {
             let (reservations, of) = (self.shared.reservations.clone(), through.clone());
             // If there is no room, the Cached mapping stays.
             let has_room = self.wait(move |_| has_room(&reservations, chunk, &of))?;
-            // On tmpfs, every mapping has a promise.
+            // On tmpfs, every mapping has a reservation.
             let stored = chunk.stored || self.shared.reservations.has(node, chunk.from);
             if has_room && self.chunk(range) == Some(chunk) && self.is_current(node, &through) {
                 self.replace(range, Chunk { stored, ..chunk }, Ok(through.clone()));

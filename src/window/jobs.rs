@@ -326,12 +326,10 @@ impl Queue {
     fn for_worker(&self) -> Option<usize> {
         // One worker is left for what is urgent.
         let ordinary = self.workers.ordinary + 1 < WINDOW_WORKERS;
-        let mut keys = HashSet::new();
         let may = |job: &Job| match job.by() {
             By::Mapper => false,
             By::Urgent => true,
-            By::Worker(Key::Any) => ordinary,
-            By::Worker(key) => ordinary && !self.busy.contains(&key) && keys.insert(key),
+            By::Worker(key) => ordinary && !self.busy.contains(&key),
         };
         if self.fenced {
             return None;

@@ -331,10 +331,10 @@ impl Passthrough {
         if stores && hole < size {
             return Err(Errno::OPNOTSUPP);
         }
-        let in_memory = Stores::of(file)? == Stores::Memory;
+        let takes_memory = hole < size && Stores::of(file)? == Stores::Memory;
         look.update(|line| {
             let hole = match filled {
-                _ if hole >= size || !in_memory => hole,
+                _ if !takes_memory => hole,
                 // Pages that were allocated and not written look like holes.
                 Some(filled) if filled.holes == line.holes && filled.size >= size => filled.size,
                 _ => return Err(Errno::OPNOTSUPP),
@@ -591,14 +591,9 @@ impl Passthrough {
             return;
         }
         let Some(held) = self.looking(node) else { return };
-        if held.update(differs) != Ok(true) {
-            return;
-        }
+        let known = |line: &mut Line| differs(line).then(|| (line.file.clone(), line.entry().size, resized(line)));
+        let Ok(Some((file, old, is_resized))) = held.update(known) else { return };
         let Ok((size, blocks)) = look() else { return };
-        let Ok((file, old, is_resized)) = held.update(|line| (line.file.clone(), line.entry().size, resized(line)))
-        else {
-            return;
-        };
         let found = self.beyond(file.as_deref(), old, size);
         let revoked = held.update(|line| {
             if blocks < line.blocks {

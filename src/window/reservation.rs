@@ -182,7 +182,7 @@ impl Reservations {
         self.0.remove_if(&node, |_, reservation| is_empty(&reservation.made.lock()));
     }
 
-    /// Whether the range at `from` has a promise.
+    /// Whether the range at `from` has a reservation.
     pub fn has(&self, node: u64, from: u64) -> bool {
         self.get(node).is_some_and(|reservation| reservation.made.lock().ranges.contains(&from))
     }

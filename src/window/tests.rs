@@ -189,6 +189,14 @@ impl Harness {
         wait(|answer| self.window.map((at, len), from, writable, node, Arc::new(source), || answer))
     }
 
+    /// Asks for a mapping of a node's file in the first range. The answer comes later.
+    fn mapping(&self, node: u64) -> mpsc::Receiver<Result<()>> {
+        let (send, answer) = mpsc::channel();
+        let to = Box::new(move |result| send.send(result).unwrap());
+        self.window.map((0, RANGE), 0, true, node, Arc::new(FakeSource::default()), || to).unwrap();
+        answer
+    }
+
     fn unmap(&self, parts: &[(u64, u64)]) -> Result<()> {
         let parts: Vec<_> = parts.iter().map(|(range, ranges)| (range * RANGE, ranges * RANGE)).collect();
         wait(|answer| self.window.unmap(&parts, || answer))
@@ -330,10 +338,7 @@ fn a_revoked_file_keeps_its_mappings_but_not_its_pages() {
 fn a_file_that_is_revoked_while_it_is_opened_is_not_mapped_itself() {
     let rig = rig(true);
     let (told, go) = rig.hold_up(Kind::Through);
-    let (send, answer) = mpsc::channel();
-    let answer_to = Box::new(move |result| send.send(result).unwrap());
-    let source = Arc::new(FakeSource::default());
-    rig.window.map((0, RANGE), 0, true, 7, source, || answer_to).unwrap();
+    let answer = rig.mapping(7);
     let id = told.recv().unwrap();
     rig.revoke(id);
     // The thread is done with it when it shows what is mapped.
@@ -371,9 +376,7 @@ fn a_file_is_taken_back_in_time_even_if_nothing_takes_its_place_yet() {
 fn what_a_worker_opens_for_a_session_that_has_ended_is_not_mapped() {
     let rig = rig(true);
     let (told, go) = rig.hold_up(Kind::Through);
-    let (send, answer) = mpsc::channel();
-    let answer_to = Box::new(move |result| send.send(result).unwrap());
-    rig.window.map((0, RANGE), 0, true, 7, Arc::new(FakeSource::default()), || answer_to).unwrap();
+    let answer = rig.mapping(7);
     told.recv().unwrap();
     *rig.made.opening.lock() = None;
     rig.window.reset();

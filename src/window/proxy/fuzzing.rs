@@ -8,7 +8,6 @@ use super::shared::Shared;
 use super::*;
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicI32;
 
 /// A window process without a guard. Its kernel's side is a mount, or what the other end of a socket says.
 pub struct Harness {
@@ -35,21 +34,8 @@ impl Harness {
     fn new(fuse: OwnedFd, root: OwnedFd) -> Self {
         let (calls, notices) = pair().unwrap_or_else(|e| panic!("{e}"));
         let (invalidations, _) = pair().unwrap_or_else(|e| panic!("{e}"));
-        let (nodes, data, invalidating) = Default::default();
-        let (daemon, gate, watch) = (AtomicI32::new(0), Err(String::new()), Watch::new().ok());
-        let shared = Arc::new(Shared {
-            fuse,
-            root,
-            calls,
-            invalidations,
-            notices,
-            nodes,
-            data,
-            invalidating,
-            daemon,
-            gate,
-            watch,
-        });
+        let sockets = [calls, invalidations, notices];
+        let shared = Arc::new(Shared::new((fuse, root), sockets, Err(String::new()), Watch::new().ok()));
         Self { fuse: Some(Fuse::new(shared.clone())), shared }
     }
 

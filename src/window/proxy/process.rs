@@ -3,7 +3,7 @@
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::process::exit;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::Duration;
 
@@ -162,21 +162,7 @@ impl Setup {
         let namespaces = UnshareFlags::NEWNS | UnshareFlags::NEWNET | UnshareFlags::NEWIPC | UnshareFlags::NEWUTS;
         unshare(namespaces).step("create namespaces for the window process (it needs CAP_SYS_ADMIN)")?;
         let Self { fuse, root, calls, invalidations, notices } = self;
-        let (nodes, data, invalidating) = Default::default();
-        let daemon = AtomicI32::new(0);
-        let shared = Arc::new(Shared {
-            fuse,
-            root,
-            calls,
-            invalidations,
-            notices,
-            nodes,
-            data,
-            invalidating,
-            daemon,
-            gate,
-            watch,
-        });
+        let shared = Arc::new(Shared::new((fuse, root), [calls, invalidations, notices], gate, watch));
         let mut fuse = Fuse::new(Arc::clone(&shared));
         fuse.serve_one().step("open a FUSE session with the kernel")?;
         probe(&shared)?;

@@ -40,6 +40,17 @@ pub struct Shared {
 }
 
 impl Shared {
+    /// `sockets`: the daemon's ends of calls, invalidations and notices.
+    pub fn new(
+        (fuse, root): (OwnedFd, OwnedFd),
+        [calls, invalidations, notices]: [OwnedFd; 3],
+        gate: Result<Gate, String>,
+        watch: Option<Watch>,
+    ) -> Self {
+        let (nodes, data, invalidating, daemon) = Default::default();
+        Self { fuse, root, calls, invalidations, notices, nodes, data, invalidating, daemon, gate, watch }
+    }
+
     pub fn answer(&self, call: Call, real: Option<OwnedFd>) -> (Answer, Option<OwnedFd>) {
         let result = match (call.what, real) {
             (OPEN_THROUGH, Some(real)) => self.open(call.id, Kind::Through, real),
