@@ -9,7 +9,7 @@
 //!
 //! A validator must tell of every change that comes after it. So there is one only if all of this is true:
 //!
-//! 1. The file system moves the change time at each change, to the kernel's clock (`HostFs::times_tell`).
+//! 1. The file system moves the change time at each change, to the kernel's clock (`HostFs::ctime_reliable`).
 //! 2. The change time is older than the clock's tick, read before the validator. A change within the same tick could
 //!    leave the same time.
 //! 3. The change time has a fraction of a second. Some file systems keep whole seconds.

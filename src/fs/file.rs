@@ -113,7 +113,7 @@ impl PassthroughFs {
         // no POSIX locks, and no mapping can be dirty (a writable shared mapping needs O_RDWR). With writeback Linux
         // sends it anyway.
         let unmapped = flags & libc::O_ACCMODE as u32 != libc::O_RDWR as u32;
-        open_flags.set(OpenFlags::NOFLUSH, unmapped && !host.flushes && !self.config.posix_lock);
+        open_flags.set(OpenFlags::NOFLUSH, unmapped && !host.flush_on_close && !self.config.posix_lock);
         if !self.gives_handles() {
             let flags = fcntl_getfl(&file)?;
             drop(inode.lend(&self.places, Spare::file(file, flags)));
@@ -130,7 +130,7 @@ impl PassthroughFs {
             }
         }
         handle.heard = inode.failures.heard();
-        handle.plain = handle.host.open_is_open && self.is_plain(flags);
+        handle.plain = handle.host.shares_page_cache && self.is_plain(flags);
         let fh = self.handles.insert(handle).inspect_err(|_| self.uncount(inode.id))?;
         let out = move |entry: Option<u32>| {
             out(match entry {
@@ -153,7 +153,7 @@ impl PassthroughFs {
     /// What becomes of the guest's pages at this open. `flags`: the guest's.
     fn pages(&self, inode: &Inode, host: &HostFs, file: BorrowedFd, flags: u32) -> Pages {
         let reads = flags & (libc::O_ACCMODE | libc::O_TRUNC) as u32 == libc::O_RDONLY as u32;
-        if !host.times_tell || !reads && !inode.contents.is_known() {
+        if !host.ctime_reliable || !reads && !inode.contents.is_known() {
             return Pages::Drop(0);
         }
         let look = || stat(file, c"").ok().map(|st| CacheValidator::of(&st));
@@ -356,7 +356,7 @@ impl PassthroughFs {
             return Err(Errno::NOSYS);
         }
         match inode.spare(OFlags::WRONLY) {
-            Some(spare) if host.flushes => sys::close_copy(spare.fd()),
+            Some(spare) if host.flush_on_close => sys::close_copy(spare.fd()),
             _ => Ok(()),
         }
     }
@@ -466,7 +466,7 @@ impl Files for PassthroughFs {
         }
         let handle = self.handles.get(node, fh)?;
         self.locks.drop_owner(node, lock_owner);
-        if handle.host.flushes { sys::close_copy(handle.fd()) } else { Ok(()) }
+        if handle.host.flush_on_close { sys::close_copy(handle.fd()) } else { Ok(()) }
     }
 
     fn release(&self, node: u64, release: &ReleaseIn) -> Result<()> {

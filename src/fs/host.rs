@@ -31,7 +31,7 @@ const LOCAL: [i64; 8] = [
 /// File systems on disks of this host that set a file's change time at each change, and before a mapped page's first
 /// store. tmpfs and ramfs do not notice such stores. Network and cluster file systems, FUSE and overlayfs have files
 /// that others change.
-const TIMES_TELL: [i64; 3] = [libc::EXT4_SUPER_MAGIC, libc::XFS_SUPER_MAGIC, libc::BTRFS_SUPER_MAGIC];
+const CTIME_RELIABLE: [i64; 3] = [libc::EXT4_SUPER_MAGIC, libc::XFS_SUPER_MAGIC, libc::BTRFS_SUPER_MAGIC];
 
 /// File systems on which the kernel itself takes set-id bits and capabilities away from a file that is written to. It
 /// goes by the capabilities of who writes.
@@ -104,15 +104,16 @@ pub fn is_remote(path: &Path) -> bool {
 #[derive(Debug, Default)]
 pub struct HostFs {
     /// close(2) writes or reports something.
-    pub flushes: bool,
+    pub flush_on_close: bool,
     /// A write clears set-id bits and capabilities.
     pub clears_privileges: bool,
     /// It is in memory: nothing waits for a disk.
     pub in_memory: bool,
-    /// A file that is open is as good as one that is opened now: open(2) asks no server and copies nothing up.
-    pub open_is_open: bool,
+    /// All opens of a file share one page cache, so an open file is as good as one that is opened now: open(2) asks no
+    /// server and copies nothing up.
+    pub shares_page_cache: bool,
     /// Each change of a file's contents moves its change time. Nothing but this host's kernel changes files.
-    pub times_tell: bool,
+    pub ctime_reliable: bool,
     /// fanotify(7) reports all changes of it, and its file handles name files.
     pub watchable: bool,
     /// A server has the files. Any system call may wait for it, however small, and without end.
@@ -130,21 +131,21 @@ impl HostFs {
         // If this fails, anything may happen at close(2), and it is a server that has failed.
         let kind = fstatfs(fd).map_or(libc::FUSE_SUPER_MAGIC, |st| st.f_type);
         let in_memory = matches!(kind, libc::TMPFS_MAGIC | RAMFS);
-        let flushes = !LOCAL.contains(&kind);
+        let flush_on_close = !LOCAL.contains(&kind);
         let clears_privileges = CLEARS_PRIVILEGES.contains(&kind);
-        let open_is_open = !flushes && kind != libc::OVERLAYFS_SUPER_MAGIC;
-        let times_tell = TIMES_TELL.contains(&kind);
+        let shares_page_cache = !flush_on_close && kind != libc::OVERLAYFS_SUPER_MAGIC;
+        let ctime_reliable = CTIME_RELIABLE.contains(&kind);
         let watchable = WATCHABLE.contains(&kind);
         let remote = REMOTE.contains(&kind);
         let shares_blocks = kind == libc::XFS_SUPER_MAGIC;
         let copies_on_write = Stores::of(fd).is_ok_and(|stores| stores == Stores::Elsewhere);
         let silent = AtomicBool::new(in_memory);
         Self {
-            flushes,
+            flush_on_close,
             clears_privileges,
             in_memory,
-            open_is_open,
-            times_tell,
+            shares_page_cache,
+            ctime_reliable,
             watchable,
             remote,
             shares_blocks,
@@ -161,7 +162,7 @@ impl HostFs {
         if self.silent.load(Ordering::Relaxed) {
             // A local file system without RWF_NOWAIT, such as overlayfs, has most data in memory. Handing each read to
             // another thread would cost more than the few waits.
-            return if self.flushes { Err(WOULD_WAIT) } else { sys::preadv(fd, to, offset, 0) };
+            return if self.flush_on_close { Err(WOULD_WAIT) } else { sys::preadv(fd, to, offset, 0) };
         }
         match sys::preadv(fd, to, offset, libc::RWF_NOWAIT) {
             Ok(n) if n < to.len() && !is_end(fd, offset.saturating_add(n as u64)) => Err(WOULD_WAIT),
@@ -203,7 +204,7 @@ impl Hosts {
 
     /// Whether close(2) writes or reports something on any of them.
     pub fn any_flushes(&self) -> bool {
-        self.met.iter().any(|host| host.flushes)
+        self.met.iter().any(|host| host.flush_on_close)
     }
 
     /// Whether any of them is [remote](HostFs::remote). Costs nothing, as each request asks.

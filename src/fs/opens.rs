@@ -61,7 +61,9 @@ impl PassthroughFs {
         let root = self.root_host();
         match (c.no_open, c.cache) {
             // Unless it matters when and by whom a file is opened: a server may have a say, or the file's mode.
-            (NoOpen::Auto, CachePolicy::Always) => cred::overrides_modes() && root.is_ok_and(|root| !root.flushes),
+            (NoOpen::Auto, CachePolicy::Always) => {
+                cred::overrides_modes() && root.is_ok_and(|root| !root.flush_on_close)
+            }
             (NoOpen::Always, CachePolicy::Always | CachePolicy::Auto) => true,
             _ => false,
         }
@@ -108,7 +110,7 @@ impl PassthroughFs {
         let file = self.lend_file(&inode, usage, flags)?;
         let host = self.hosts.get(inode.key.dev, file.fd());
         // A descriptor that stays would keep the host from unmounting a submount, and from removing a file of NFS.
-        if usage == Use::Write && !host.flushes && self.inodes.is_on_root_mount(&inode) {
+        if usage == Use::Write && !host.flush_on_close && self.inodes.is_on_root_mount(&inode) {
             inode.writes();
         }
         f(&Opened { fd: file.fd(), host: &host, handle: None, lender: Some(&inode) })
@@ -144,7 +146,7 @@ impl PassthroughFs {
         let (file, want) = tried?;
         let spare = Spare::file(file, want);
         // Elsewhere, a file that is open for reading may be another than the one that is written to.
-        let keep = spare.is_writable() || self.hosts.get(inode.key.dev, spare.fd()).open_is_open;
+        let keep = spare.is_writable() || self.hosts.get(inode.key.dev, spare.fd()).shares_page_cache;
         Ok(if keep { inode.lend(&self.places, spare) } else { Lent::Own(spare) })
     }
 

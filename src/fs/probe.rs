@@ -14,15 +14,13 @@ pub struct Probe {
     pub handles: io::Result<()>,
     /// The daemon hears of all changes by others, so that a guest may have leases.
     pub watch: io::Result<()>,
-    /// A change of a file's contents always moves its times, so that a guest may keep them from one open to the next.
-    pub times_tell: bool,
 }
 
 /// Tries what the daemon would do with this directory, which is open for reading. Changes nothing in it.
 pub fn probe(dir: BorrowedFd) -> Probe {
     let host = HostFs::of(dir);
     let handles = sys::name_to_handle(dir).and_then(|(raw, _)| sys::open_by_handle(dir, &raw, libc::O_PATH));
-    Probe { handles: handles.map(drop).map_err(Into::into), watch: watch(dir, &host), times_tell: host.times_tell }
+    Probe { handles: handles.map(drop).map_err(Into::into), watch: watch(dir, &host) }
 }
 
 fn watch(dir: BorrowedFd, host: &HostFs) -> io::Result<()> {

@@ -27,7 +27,7 @@ fn serve(dir: TempDir, config: Config) -> Share {
     let root = open_root(dir.path());
     let fs = PassthroughFs { clock, ..PassthroughFs::new(root, proc_self_fd().unwrap(), config).unwrap() };
     let mut host = HostFs::default();
-    host.times_tell = true;
+    host.ctime_reliable = true;
     fs.hosts.pretend(fs.inodes.get(ROOT_ID).unwrap().key.dev, host);
     fs.enter_thread(false);
     fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM).unwrap();
@@ -197,7 +197,7 @@ fn a_file_that_the_host_has_mapped_is_dropped() {
 #[test]
 fn a_store_through_a_later_mapping_is_seen() {
     let dir = tempfile::tempdir().unwrap();
-    if !HostFs::of(std::os::fd::AsFd::as_fd(&open_root(dir.path()))).times_tell {
+    if !HostFs::of(std::os::fd::AsFd::as_fd(&open_root(dir.path()))).ctime_reliable {
         eprintln!("skipped: stores do not move the times of files in {}", dir.path().display());
         return;
     }

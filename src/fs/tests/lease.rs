@@ -819,7 +819,7 @@ fn a_file_that_others_write_has_no_leased_attributes() {
     let (s, ears) = leased(&std::env::temp_dir(), Config::default(), 100);
     let dev = s.fs.inodes.get(ROOT_ID).unwrap().key.dev;
     let mut host = HostFs::default();
-    (host.watchable, host.times_tell) = (true, true);
+    (host.watchable, host.ctime_reliable) = (true, true);
     s.fs.hosts.pretend(dev, host);
     s.put("f", b"1");
     let look = || {
