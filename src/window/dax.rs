@@ -13,10 +13,10 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 
 use super::RANGE;
+use super::frontend::{CachedFile, Closing, DAX, Mapping, ProxyFiles, Shared, Source};
 use super::jobs::{DaxJob, DaxMapping, Jobs, NodeJob};
 use super::proxy::{Kind, errno};
 use super::reservation::{Reservations, Stores, has_hole};
-use super::shared::{CachedFile, Closing, DAX, Mapping, ProxyFiles, Shared, Source};
 use super::turn::{MayWait, Slow, Turn};
 use crate::fuse::ops::Result;
 

@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 use rustix::io::Errno;
 
+use super::frontend::{Closing, Source};
 use super::proxy::Event;
-use super::shared::{Closing, Source};
 use crate::fuse::ops::Answer;
 use crate::limits::{Limit, WINDOW_JOBS, WINDOW_WORKERS};
 

@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::dax::Dax;
+use super::frontend::Shared;
 use super::jobs::{Job, Jobs};
 use super::proxy::Event;
-use super::shared::Shared;
 use super::slots::Slots;
 use super::turn::{MayWait, Turn};
 

@@ -9,13 +9,13 @@
 
 mod allocator;
 mod dax;
+mod frontend;
 mod jobs;
 mod mapper;
 mod mtime;
 mod passthrough;
 pub mod proxy;
 mod reservation;
-mod shared;
 mod slots;
 mod sys;
 mod table;
@@ -36,14 +36,14 @@ use rustix::io::Errno;
 
 use crate::fuse::ops::{Answer, Result};
 use dax::Dax;
+use frontend::{DAX, Shared, WHOLE_FILES};
+pub use frontend::{Facts, Frontend, Mapping, ProxyFiles, Source};
 pub use jobs::DaxMapping;
 use jobs::{DaxJob, Job, Jobs};
 use mapper::Mapper;
 use mtime::touch;
 pub use passthrough::{MIN_SIZE, PATIENCE, Passthrough, Settings, Writable};
 pub use reservation::Stores;
-use shared::{DAX, Shared, WHOLE_FILES};
-pub use shared::{Facts, Frontend, Mapping, ProxyFiles, Source};
 use slots::Slots;
 pub use table::{Entry, EntryState};
 use turn::{MayWait, Slow};

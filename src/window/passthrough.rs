@@ -13,10 +13,10 @@ use parking_lot::Mutex;
 use rustix::fs::{Stat, fstat};
 use rustix::io::Errno;
 
+use super::frontend::Source;
 use super::jobs::{EntryJob, Jobs, SlotJob};
 use super::mtime::{DeferredMtime, Touch};
 use super::reservation::{Stores, hole};
-use super::shared::Source;
 use super::sys;
 use super::table::{Change, ENTRIES, EntryState, Filled, LEN, Line, Look, Table};
 use crate::fuse::ops::{Answer, Result};

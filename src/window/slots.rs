@@ -13,9 +13,9 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 
 use super::allocator::RangeAllocator;
+use super::frontend::{CachedFile, Closing, Mapping, ProxyFiles, Shared, Source, TABLE, WHOLE_FILES};
 use super::jobs::{EntryJob, SlotJob};
 use super::passthrough::Passthrough;
-use super::shared::{CachedFile, Closing, Mapping, ProxyFiles, Shared, Source, TABLE, WHOLE_FILES};
 use super::table::{Change, EntryState};
 use super::turn::Slow;
 use super::{RANGE, table};

@@ -10,11 +10,11 @@ use rustix::io::Errno;
 
 use super::{FULL, Held, LATER, Need, OPENING, Opening, Slot, Slots, TOO_LONG, Victims, Wanting, shortest};
 use crate::fuse::ops::Result;
+use crate::window::frontend::{CachedFile, Mapping, ProxyFiles, Source, WHOLE_FILES};
 use crate::window::jobs::{EntryJob, SlotJob};
 use crate::window::passthrough::Passthrough;
 use crate::window::proxy::{Kind, errno};
 use crate::window::reservation::Stores;
-use crate::window::shared::{CachedFile, Mapping, ProxyFiles, Source, WHOLE_FILES};
 use crate::window::table::{EntryState, Filled};
 use crate::window::turn::{MayWait, Turn};
 
