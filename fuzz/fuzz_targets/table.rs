@@ -20,19 +20,19 @@ const STATES: [(EntryState, u32); 6] = [
     (EntryState::Live { writable: true }, 3),
     (EntryState::Revoking { writable: false }, 5),
     (EntryState::Revoking { writable: true }, 7),
-    (EntryState::Gone, 4),
+    (EntryState::Revoked, 4),
 ];
 
 const CHANGES: [Change; 6] =
-    [Change::Map, Change::AllowStores, Change::Revoke, Change::Withdraw, Change::Seize, Change::Release];
+    [Change::Map, Change::AllowStores, Change::BeginRevoke, Change::Revoke, Change::ForceRevoke, Change::Release];
 
 /// Whether the guest may see `after` in place of `before`. A live slot may grow. It is never removed, moved or made
 /// shorter without a revocation.
 fn is_legal(before: Entry, after: Entry) -> bool {
     // Only what the guest could store to is ever lost, when a slot is taken away.
-    let seized = before.state == EntryState::Revoking { writable: true } && after.state == EntryState::Gone;
+    let forced = before.state == EntryState::Revoking { writable: true } && after.state == EntryState::Revoked;
     let lost = after.lost.wrapping_sub(before.lost);
-    if lost > 1 || lost == 1 && !seized {
+    if lost > 1 || lost == 1 && !forced {
         return false;
     }
     let same_slot = (before.offset, before.length, before.generation) == (after.offset, after.length, after.generation);
@@ -42,11 +42,11 @@ fn is_legal(before: Entry, after: Entry) -> bool {
             place && after.length >= before.length && now >= writable
         }
         (EntryState::Live { writable }, EntryState::Revoking { writable: now }) => same_slot && now == writable,
-        (EntryState::Live { .. }, EntryState::Gone) | (_, EntryState::Revoking { .. }) => {
+        (EntryState::Live { .. }, EntryState::Revoked) | (_, EntryState::Revoking { .. }) => {
             same_slot && before.state == after.state
         }
         (_, EntryState::Live { .. }) => after.generation == before.generation.wrapping_add(1).max(1),
-        (_, EntryState::Gone) => (after.offset, after.length) == (0, 0) && after.generation == before.generation,
+        (_, EntryState::Revoked) => (after.offset, after.length) == (0, 0) && after.generation == before.generation,
         (_, EntryState::Free) => same_slot,
     }
 }
@@ -111,7 +111,7 @@ impl Kept {
         let changed = entry != before;
         let seq = if changed { seq.wrapping_add(2) } else { seq };
         self.model[index as usize] = (entry, seq);
-        let is_revoked = |entry: Entry| matches!(entry.state, EntryState::Revoking { .. } | EntryState::Gone);
+        let is_revoked = |entry: Entry| matches!(entry.state, EntryState::Revoking { .. } | EntryState::Revoked);
         if is_revoked(entry) && !is_revoked(before) {
             self.revocations = self.revocations.wrapping_add(1);
             assert_eq!(self.word(24), self.revocations);

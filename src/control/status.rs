@@ -235,7 +235,7 @@ pub async fn mappings(sources: &Sources) -> Result<Mappings, Refusal> {
         let state = match entry.state {
             EntryState::Live { .. } => "live",
             EntryState::Revoking { .. } => "revoking",
-            EntryState::Free | EntryState::Gone => "gone",
+            EntryState::Free | EntryState::Revoked => "revoked",
         };
         Slot {
             entry: index,

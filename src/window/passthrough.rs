@@ -387,7 +387,7 @@ impl Passthrough {
     pub fn missed(&self, node: u64) {
         let Some(index) = self.index(node) else { return };
         let wants = self.table.update(index, |line| {
-            line.missed += u32::from(line.state() == EntryState::Gone);
+            line.missed += u32::from(line.state() == EntryState::Revoked);
             let wants = line.missed >= MISSED;
             line.missed %= MISSED;
             wants
@@ -756,7 +756,7 @@ fn settle(line: &mut Line) -> bool {
     let whole = line.hole >= line.entry().size;
     match line.state() {
         EntryState::Live { writable: false } if whole => line.step(Change::AllowStores).is_err(),
-        EntryState::Live { writable: true } if !whole => line.step(Change::Revoke).is_ok(),
+        EntryState::Live { writable: true } if !whole => line.step(Change::BeginRevoke).is_ok(),
         _ => false,
     }
 }

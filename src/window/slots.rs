@@ -556,35 +556,37 @@ impl Slots {
             let _ = match (why, line.state()) {
                 (RevokeReason::Downgrade, _) => Ok(()),
                 // An open or a worker that is about to make it live finds no slot.
-                (RevokeReason::Host(_), EntryState::Free | EntryState::Gone) => line.step(Change::Withdraw),
+                (RevokeReason::Host(_), EntryState::Free | EntryState::Revoked) => line.step(Change::Revoke),
                 (RevokeReason::Host(_) | RevokeReason::Room, EntryState::Revoking { .. }) if acknowledged() => {
-                    line.step(Change::Withdraw)
+                    line.step(Change::Revoke)
                 }
-                (RevokeReason::Host(_) | RevokeReason::Longer | RevokeReason::Room, _) => line.step(Change::Revoke),
+                (RevokeReason::Host(_) | RevokeReason::Longer | RevokeReason::Room, _) => {
+                    line.step(Change::BeginRevoke)
+                }
             };
             line.entry()
         });
         if entry.state.is_revoking() {
             self.pending.push(Pending { index, generation: entry.generation, why, since: self.now });
-        } else if entry.state == EntryState::Gone && matches!(why, RevokeReason::Host(_) | RevokeReason::Room) {
-            self.gone(index);
+        } else if entry.state == EntryState::Revoked && matches!(why, RevokeReason::Host(_) | RevokeReason::Room) {
+            self.revoked(index);
         }
     }
 
-    /// The guest no longer uses the slot: takes the file out, and makes the entry gone.
-    fn gone(&mut self, index: u32) {
+    /// The guest no longer uses the slot: takes the file out, and makes the entry Revoked.
+    fn revoked(&mut self, index: u32) {
         let held = self.empty(index);
-        self.set_gone(index, Change::Withdraw);
+        self.set_revoked(index, Change::Revoke);
         held.into_iter().for_each(|held| self.spent(held));
     }
 
-    /// `change`: Withdraw or Seize.
-    fn set_gone(&mut self, index: u32, change: Change) {
+    /// `change`: Revoke or ForceRevoke.
+    fn set_revoked(&mut self, index: u32, change: Change) {
         if let Some(slot) = self.known.get_mut(&index) {
             slot.not_before = Some(Instant::now() + LATER);
         }
         // Meanwhile the last open may have been released.
-        let done = self.pass.table.update(index, |line| line.step(change).or_else(|_| line.step(Change::Withdraw)));
+        let done = self.pass.table.update(index, |line| line.step(change).or_else(|_| line.step(Change::Revoke)));
         debug_assert!(done.is_ok(), "a live entry loses its slot");
     }
 
@@ -708,10 +710,10 @@ impl Slots {
 
     fn finish(&mut self, index: u32, why: RevokeReason, acknowledged: bool) {
         match why {
-            RevokeReason::Host(_) if acknowledged => self.gone(index),
+            RevokeReason::Host(_) if acknowledged => self.revoked(index),
             RevokeReason::Host(_) => self.replace(index),
             RevokeReason::Room => {
-                self.gone(index);
+                self.revoked(index);
                 if let Some(slot) = self.known.get_mut(&index) {
                     slot.not_before = None;
                 }
@@ -731,7 +733,7 @@ impl Slots {
         tracing::warn!(node, "the guest did not let go of a file in time: what it still stores in place may be lost");
         let (at, len) = (held.at, held.len());
         self.unmap(index, node, &held);
-        self.set_gone(index, Change::Seize);
+        self.set_revoked(index, Change::ForceRevoke);
         self.spent(held);
         if let Some(slot) = self.known.get_mut(&index) {
             slot.late = Some(Overdue { at, len, generation, file: None });

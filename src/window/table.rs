@@ -1,5 +1,5 @@
-//! The backing table in region 2, which tells the guest where in region 1 each open file is. docs/protocol.md has its
-//! format.
+//! The backing table in region 2, which tells the guest where in region 1 each open file is. docs/virtio-spec.md has
+//! its format, and docs/protocol.md what the daemon does with it.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -67,22 +67,22 @@ pub enum EntryState {
         writable: bool,
     },
     /// The guest has no slot: it works by messages.
-    Gone,
+    Revoked,
 }
 
 /// What changes an entry's state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change {
-    /// Free, Revoking or Gone → Live, read-only: the file is in the slot, and the guest has let go of the one before.
+    /// Free, Revoking or Revoked → Live, read-only: the file is in the slot, and the guest has let go of the last one.
     Map,
     /// Live → Live, writable: no store can fail.
     AllowStores,
     /// Live → Revoking: the guest must let go.
+    BeginRevoke,
+    /// Free, Revoking or Revoked → Revoked: the slot is lost. The guest has let go of it, or never knew of it.
     Revoke,
-    /// Free, Revoking or Gone → Gone: the slot is lost. The guest has let go of it, or never knew of it.
-    Withdraw,
-    /// Revoking → Gone: the guest had too much time. If it could store, `lost` says that stores may be lost.
-    Seize,
+    /// Revoking → Revoked: the guest had too much time. If it could store, `lost` says that stores may be lost.
+    ForceRevoke,
     /// Any → Free: the last open is released, or the session is over.
     Release,
 }
@@ -91,16 +91,16 @@ impl EntryState {
     /// The state after `change`; `None` if this state does not allow it.
     const fn after(self, change: Change) -> Option<Self> {
         match (change, self) {
-            (Change::Map, Self::Free | Self::Revoking { .. } | Self::Gone) => Some(Self::Live { writable: false }),
+            (Change::Map, Self::Free | Self::Revoking { .. } | Self::Revoked) => Some(Self::Live { writable: false }),
             (Change::AllowStores, Self::Live { .. }) => Some(Self::Live { writable: true }),
-            (Change::Revoke, Self::Live { writable }) => Some(Self::Revoking { writable }),
-            (Change::Withdraw, Self::Free | Self::Revoking { .. } | Self::Gone)
-            | (Change::Seize, Self::Revoking { .. }) => Some(Self::Gone),
+            (Change::BeginRevoke, Self::Live { writable }) => Some(Self::Revoking { writable }),
+            (Change::Revoke, Self::Free | Self::Revoking { .. } | Self::Revoked)
+            | (Change::ForceRevoke, Self::Revoking { .. }) => Some(Self::Revoked),
             (Change::Release, _) => Some(Self::Free),
             // A live entry is revoked before anything else happens to its slot. What is not live cannot be revoked.
-            (Change::Map | Change::Withdraw | Change::Seize, Self::Live { .. })
-            | (Change::AllowStores | Change::Revoke, Self::Free | Self::Revoking { .. } | Self::Gone)
-            | (Change::Seize, Self::Free | Self::Gone) => None,
+            (Change::Map | Change::Revoke | Change::ForceRevoke, Self::Live { .. })
+            | (Change::AllowStores | Change::BeginRevoke, Self::Free | Self::Revoking { .. } | Self::Revoked)
+            | (Change::ForceRevoke, Self::Free | Self::Revoked) => None,
         }
     }
 
@@ -112,7 +112,7 @@ impl EntryState {
             Self::Live { writable: true } => VALID | WRITABLE,
             Self::Revoking { writable: false } => VALID | REVOKED,
             Self::Revoking { writable: true } => VALID | WRITABLE | REVOKED,
-            Self::Gone => REVOKED,
+            Self::Revoked => REVOKED,
         }
     }
 
@@ -137,8 +137,8 @@ impl EntryState {
     }
 
     /// Whether the guest is told that it has lost the slot, or is about to.
-    const fn is_revoked(self) -> bool {
-        matches!(self, Self::Revoking { .. } | Self::Gone)
+    const fn shows_revoked(self) -> bool {
+        matches!(self, Self::Revoking { .. } | Self::Revoked)
     }
 }
 
@@ -220,14 +220,14 @@ impl Line {
                 (self.entry.offset, self.entry.length) = self.slot.ok_or(Errno::AGAIN)?;
                 self.entry.generation = self.entry.generation.wrapping_add(1).max(1);
             }
-            Change::Withdraw | Change::Seize => {
-                let stores = change == Change::Seize && self.state() == (EntryState::Revoking { writable: true });
+            Change::Revoke | Change::ForceRevoke => {
+                let stores = change == Change::ForceRevoke && self.state() == (EntryState::Revoking { writable: true });
                 self.entry.lost = self.entry.lost.wrapping_add(stores.into());
                 (self.slot, self.file) = (None, None);
                 (self.entry.offset, self.entry.length) = (0, 0);
             }
             Change::AllowStores => self.stores = true,
-            Change::Revoke | Change::Release => {}
+            Change::BeginRevoke | Change::Release => {}
         }
         self.entry.state = after;
         Ok(())
@@ -341,7 +341,7 @@ impl Table {
             write((index * ENTRY_SIZE) as usize, self, &mut line);
         }
         // After the flag and under the lock, so that a guest that sees the count also sees the flag.
-        if line.entry.state.is_revoked() && !before.state.is_revoked() {
+        if line.entry.state.shows_revoked() && !before.state.shows_revoked() {
             let mut revocations = self.revocations.lock();
             *revocations = revocations.wrapping_add(1);
             self.all_revocations.fetch_add(1, Ordering::Relaxed);
@@ -481,11 +481,11 @@ mod tests {
         EntryState::Live { writable: true },
         EntryState::Revoking { writable: false },
         EntryState::Revoking { writable: true },
-        EntryState::Gone,
+        EntryState::Revoked,
     ];
 
     const CHANGES: [Change; 6] =
-        [Change::Map, Change::AllowStores, Change::Revoke, Change::Withdraw, Change::Seize, Change::Release];
+        [Change::Map, Change::AllowStores, Change::BeginRevoke, Change::Revoke, Change::ForceRevoke, Change::Release];
 
     fn state(flags: u32) -> EntryState {
         STATES.into_iter().find(|state| state.flags() == flags).unwrap()
@@ -505,14 +505,14 @@ mod tests {
     /// All 36 pairs of a state and a change. `None`: the change is refused.
     #[test]
     fn each_state_allows_its_changes_and_no_others() {
-        let [free, live, writable, revoking, revoking_writable, gone] = STATES;
+        let [free, live, writable, revoking, revoking_writable, revoked] = STATES;
         let legal = [
-            (free, [Some(live), None, None, Some(gone), None, Some(free)]),
+            (free, [Some(live), None, None, Some(revoked), None, Some(free)]),
             (live, [None, Some(writable), Some(revoking), None, None, Some(free)]),
             (writable, [None, Some(writable), Some(revoking_writable), None, None, Some(free)]),
-            (revoking, [Some(live), None, None, Some(gone), Some(gone), Some(free)]),
-            (revoking_writable, [Some(live), None, None, Some(gone), Some(gone), Some(free)]),
-            (gone, [Some(live), None, None, Some(gone), None, Some(free)]),
+            (revoking, [Some(live), None, None, Some(revoked), Some(revoked), Some(free)]),
+            (revoking_writable, [Some(live), None, None, Some(revoked), Some(revoked), Some(free)]),
+            (revoked, [Some(live), None, None, Some(revoked), None, Some(free)]),
         ];
         for (before, afters) in legal {
             for (change, after) in CHANGES.into_iter().zip(afters) {
@@ -557,19 +557,19 @@ mod tests {
         line.step(Change::Map).unwrap();
         let live = line.entry();
         assert_eq!((live.offset, live.length, live.generation), (128, 16, 7));
-        line.step(Change::Revoke).unwrap();
+        line.step(Change::BeginRevoke).unwrap();
         let revoking = line.entry();
         assert_eq!(Entry { state: live.state, ..revoking }, live, "the guest still reads there");
-        line.step(Change::Withdraw).unwrap();
-        let gone = line.entry();
-        assert_eq!((gone.offset, gone.length, gone.generation, line.slot), (0, 0, 7, None));
+        line.step(Change::Revoke).unwrap();
+        let revoked = line.entry();
+        assert_eq!((revoked.offset, revoked.length, revoked.generation, line.slot), (0, 0, 7, None));
         assert_eq!(line.step(Change::Map), Err(Errno::AGAIN), "there is no slot");
-        assert_eq!(line.entry(), gone);
+        assert_eq!(line.entry(), revoked);
     }
 
     #[test]
     fn a_generation_is_never_0() {
-        let mut line = line_in(EntryState::Gone);
+        let mut line = line_in(EntryState::Revoked);
         line.entry.generation = u32::MAX;
         line.step(Change::Map).unwrap();
         assert_eq!(line.entry().generation, 1);
@@ -578,9 +578,9 @@ mod tests {
     #[test]
     fn only_a_writable_slot_that_is_seized_counts_as_lost() {
         for (state, change, lost) in [
-            (EntryState::Revoking { writable: true }, Change::Seize, 6),
-            (EntryState::Revoking { writable: false }, Change::Seize, 5),
-            (EntryState::Revoking { writable: true }, Change::Withdraw, 5),
+            (EntryState::Revoking { writable: true }, Change::ForceRevoke, 6),
+            (EntryState::Revoking { writable: false }, Change::ForceRevoke, 5),
+            (EntryState::Revoking { writable: true }, Change::Revoke, 5),
         ] {
             let mut line = line_in(state);
             line.step(change).unwrap();
@@ -588,7 +588,7 @@ mod tests {
         }
         let mut line = line_in(EntryState::Revoking { writable: true });
         line.entry.lost = u32::MAX;
-        line.step(Change::Seize).unwrap();
+        line.step(Change::ForceRevoke).unwrap();
         assert_eq!(line.entry().lost, 0);
     }
 
@@ -611,12 +611,12 @@ mod tests {
         assert_eq!(seen(|line| line.step(Change::Map).unwrap()), (VALID, 0));
         assert_eq!(seen(|line| line.step(Change::AllowStores).unwrap()), (VALID | WRITABLE, 0));
         assert_eq!(seen(|line| line.set_size(5)), (VALID | WRITABLE, 0));
-        assert_eq!(seen(|line| line.step(Change::Revoke).unwrap()), (VALID | WRITABLE | REVOKED, 1));
+        assert_eq!(seen(|line| line.step(Change::BeginRevoke).unwrap()), (VALID | WRITABLE | REVOKED, 1));
         assert_eq!(seen(|line| line.set_size(4)), (VALID | WRITABLE | REVOKED, 1));
-        assert_eq!(seen(|line| line.step(Change::Withdraw).unwrap()).1, 1);
+        assert_eq!(seen(|line| line.step(Change::Revoke).unwrap()).1, 1);
         assert_eq!(seen(|line| line.slot = Some((0, RANGE))).1, 1);
         assert_eq!(seen(|line| line.step(Change::Map).unwrap()), (VALID, 1));
-        assert_eq!(seen(|line| line.step(Change::Revoke).unwrap()), (VALID | REVOKED, 2));
+        assert_eq!(seen(|line| line.step(Change::BeginRevoke).unwrap()), (VALID | REVOKED, 2));
         assert_eq!(seen(|line| line.step(Change::Release).unwrap()).1, 2);
         table.clear();
         assert_eq!((word(REVOCATIONS), table.revocations()), (0, 2), "a new session revokes nothing");
@@ -649,7 +649,7 @@ mod tests {
         table.update(3, |line| line.file = file);
         assert_eq!((counts(3, 8), counts(3, 8)), (1, 0));
         // What it stored before it let go, and before the release.
-        step(Change::Revoke);
+        step(Change::BeginRevoke);
         stores(3);
         assert_eq!(counts(3, 8), 1);
         step(Change::Map);
@@ -871,7 +871,7 @@ mod orders {
                     memory.ack.store(1, Ordering::Release);
                 }
             });
-            line.step(Change::Revoke).unwrap();
+            line.step(Change::BeginRevoke).unwrap();
             write(0, &*memory, &mut line);
             while memory.ack.load(Ordering::Acquire) != line.entry.generation {
                 thread::yield_now();

@@ -600,7 +600,7 @@ fn a_file_that_is_slow_to_get_its_times_delays_nobody() {
         window.turns(now);
         window.acknowledge(index);
         window.turns(now);
-        assert_eq!(window.state(index), fuzzing::EntryState::Gone);
+        assert_eq!(window.state(index), fuzzing::EntryState::Revoked);
         if index == slow_at {
             begun.recv().unwrap();
         }
@@ -637,7 +637,7 @@ fn who_looks_at_a_file_delays_no_revocation_of_it() {
     assert_eq!(window.state(index), REVOKING);
     window.acknowledge(index);
     window.rig.turn();
-    assert_eq!((window.state(index), window.rig.live()), (fuzzing::EntryState::Gone, [0, 0, 1]));
+    assert_eq!((window.state(index), window.rig.live()), (fuzzing::EntryState::Revoked, [0, 0, 1]));
     // What it finds says nothing of the entry's next node.
     pass.release(7);
     window.rig.turn();
@@ -685,7 +685,7 @@ fn an_idle_slot_gives_way_to_a_file_that_is_opened() {
     window.acknowledge(idle);
     window.turns(now);
     let new = told.try_recv().unwrap().unwrap().unwrap();
-    assert_eq!((window.state(idle), window.state(new)), (fuzzing::EntryState::Gone, LIVE));
+    assert_eq!((window.state(idle), window.state(new)), (fuzzing::EntryState::Revoked, LIVE));
     assert_eq!(next.try_recv().unwrap().unwrap(), None, "there was one");
     assert_eq!(window.rig.live(), [0, 2, 1]);
     // The node's other opens have the entry that it has lost the slot of.
@@ -726,7 +726,7 @@ fn a_fault_is_always_served() {
     // Both are open, and there is one slot. It stays for a moment.
     let nodes = [(1, first, second), (2, second, first)];
     for (node, index, other) in nodes.into_iter().cycle().take(6) {
-        assert_eq!((window.state(index), window.state(other)), (fuzzing::EntryState::Gone, LIVE));
+        assert_eq!((window.state(index), window.state(other)), (fuzzing::EntryState::Revoked, LIVE));
         assert_eq!((window.ask(node, now), window.state(other)), (Err(Errno::AGAIN), LIVE));
         now += SECOND / 20;
         window.word(other, 2, 1);
@@ -775,11 +775,11 @@ fn the_least_used_slot_gives_way_to_a_fault_and_no_more_than_needed() {
         window.word(index, 2, 1);
     }
     assert_eq!(window.ask(2, now), Err(Errno::AGAIN));
-    assert_eq!(states(&window), [REVOKING, LIVE, fuzzing::EntryState::Gone, LIVE]);
+    assert_eq!(states(&window), [REVOKING, LIVE, fuzzing::EntryState::Revoked, LIVE]);
     window.acknowledge(all[0]);
     window.turns(now);
     assert_eq!(window.ask(2, now), Ok(()));
-    assert_eq!(states(&window), [fuzzing::EntryState::Gone, LIVE, LIVE, LIVE]);
+    assert_eq!(states(&window), [fuzzing::EntryState::Revoked, LIVE, LIVE, LIVE]);
     // A file that is used by messages gets a slot again if one is idle.
     now += SECOND;
     window.rig.turn_at(now);
@@ -793,7 +793,7 @@ fn the_least_used_slot_gives_way_to_a_fault_and_no_more_than_needed() {
         window.word(index, 2, 1);
     }
     read(&mut window, now);
-    assert_eq!(states(&window), [fuzzing::EntryState::Gone, LIVE, LIVE, LIVE]);
+    assert_eq!(states(&window), [fuzzing::EntryState::Revoked, LIVE, LIVE, LIVE]);
     now += SECOND;
     for index in [all[1], all[2], tenth] {
         window.word(index, 2, 1);
@@ -804,10 +804,10 @@ fn the_least_used_slot_gives_way_to_a_fault_and_no_more_than_needed() {
         window.word(index, 2, 1);
     }
     read(&mut window, now);
-    assert_eq!(states(&window), [fuzzing::EntryState::Gone, LIVE, LIVE, REVOKING]);
+    assert_eq!(states(&window), [fuzzing::EntryState::Revoked, LIVE, LIVE, REVOKING]);
     window.acknowledge(all[3]);
     window.turns(now);
-    assert_eq!(states(&window), [LIVE, LIVE, LIVE, fuzzing::EntryState::Gone]);
+    assert_eq!(states(&window), [LIVE, LIVE, LIVE, fuzzing::EntryState::Revoked]);
 }
 
 #[test]
@@ -966,7 +966,7 @@ fn a_slot_that_has_grown_goes_as_a_whole() {
     let generation = window.rig.table().entry(index).generation;
     window.rig.event(Event::Revoke(id));
     let until = Instant::now() + 20 * SECOND;
-    while window.state(index) != fuzzing::EntryState::Gone {
+    while window.state(index) != fuzzing::EntryState::Revoked {
         assert!(Instant::now() < until);
         window.turns(now);
     }
@@ -992,7 +992,7 @@ fn a_process_waits_from_when_the_daemon_hears_of_it() {
     let mut window = Stepped::new(4 * RANGE, 2);
     let now = Instant::now();
     let (later, before) = (now + 3600 * SECOND, now - 2 * SECOND);
-    for (since, state) in [(later, REVOKING), (before, fuzzing::EntryState::Gone)] {
+    for (since, state) in [(later, REVOKING), (before, fuzzing::EntryState::Revoked)] {
         let index = window.open_at(7, &full_file(5000), now).unwrap();
         let id = window.taken.mapped.lock().last().unwrap().1;
         window.rig.event_at(Event::Revoke(id), since);
@@ -1054,7 +1054,7 @@ fn a_long_file_in_memory_is_allocated_in_parts() {
     window.turns(now);
     window.acknowledge(index);
     window.turns(now);
-    assert_eq!(window.state(index), fuzzing::EntryState::Gone);
+    assert_eq!(window.state(index), fuzzing::EntryState::Revoked);
     let blocks = || file.metadata().unwrap().blocks() * 512;
     let (mut parts, mut before) = (0, blocks());
     // The file must not come back sooner than the host's process sees that it is gone.

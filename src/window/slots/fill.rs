@@ -147,7 +147,7 @@ impl Turn<'_, Slots> {
         let (id, real, pass) = (held.id, held.real.clone(), self.pass.clone());
         let live = self.unlocked(move |_| pass.live(index, real.as_fd(), filled, stores));
         if live.is_err() && self.with_proxy_file(id).is_some() {
-            self.gone(index);
+            self.revoked(index);
         }
         live
     }
@@ -155,7 +155,7 @@ impl Turn<'_, Slots> {
     /// The guest uses a file by messages that has lost its slot.
     fn want_again(&mut self, index: u32) {
         let waits = self.known.get(&index).is_none_or(|slot| slot.held.is_some() || slot.late.is_some());
-        let open = self.pass.table.entry(index).state == EntryState::Gone;
+        let open = self.pass.table.entry(index).state == EntryState::Revoked;
         if waits || !open || self.is_wanting(index) || self.is_kept_away(index) {
             return;
         }
@@ -230,7 +230,7 @@ impl Turn<'_, Slots> {
         };
         if let Err(errno) = put {
             tracing::debug!(node, "not mapped again: {errno}");
-            self.gone(index);
+            self.revoked(index);
         }
     }
 
