@@ -52,7 +52,7 @@ release:
 	rm -rf $(release_tree)
 	git clone --quiet . $(release_tree)
 	$(MAKE) -C $(release_tree) packages
-	vm-images/setup.sh tree tools uml-smp guest-kernel
+	$(release_tree)/vm-images/setup.sh tree tools uml-smp guest-kernel
 	$(release_tree)/tests/run --soak packages_made
 	cd $(release_tree)/target/packages && find . -type f ! -name SHA256SUMS -printf '%P\n' | sort | xargs -d '\n' sha256sum >SHA256SUMS
 	git -C $(release_tree) log -1 --format='The packages of %H are in $(release_tree)/target/packages.'
@@ -155,6 +155,9 @@ lints:
 	$(CARGO) clippy --workspace --all-targets -- -D warnings
 	$(CARGO) fmt --manifest-path fuzz/Cargo.toml --check
 	$(fuzz_clippy) -- -D warnings
+	@# The static programs' C library, whose types are not glibc's.
+	target=x86_64-unknown-linux-musl; ! test -d "$$(rustc --print target-libdir --target $$target)" || \
+		$(CARGO) check --locked --target $$target --package thruway --package thruway-bench --package thruway-tool --bins
 	tests/dependencies
 	tests/circles
 	tests/patches

@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::fuse::abi::{FS_IOC_FSGETXATTR, Fsxattr};
 use crate::fuse::buf::{IOV_MAX, IoRange};
+use crate::linux::ioctl_number;
 use crate::watch::FileId;
 
 type Result<T> = std::result::Result<T, Errno>;
@@ -82,7 +83,7 @@ pub fn truncate(path: &CStr, size: u64) -> Result<()> {
 pub fn fsxattr(fd: BorrowedFd) -> Result<Fsxattr> {
     let mut attr = Fsxattr::default();
     // SAFETY: the request writes a struct fsxattr.
-    check(unsafe { libc::ioctl(fd.as_raw_fd(), FS_IOC_FSGETXATTR.into(), &raw mut attr) }.into())?;
+    check(unsafe { libc::ioctl(fd.as_raw_fd(), ioctl_number(FS_IOC_FSGETXATTR), &raw mut attr) }.into())?;
     Ok(attr)
 }
 

@@ -84,6 +84,8 @@ const ALLOWED: &[&[c_long]] = &[
 pub type Condition = (c_long, u8, u64, u64);
 
 /// Calls that are allowed only with certain arguments.
+// With musl, FIONBIO and FIOCLEX are of another type.
+#[allow(clippy::unnecessary_cast)]
 const CONDITIONAL: &[Condition] = &[
     // Memory never becomes executable.
     (SYS_mmap, 2, PROT_EXEC as u64, 0),
@@ -94,8 +96,8 @@ const CONDITIONAL: &[Condition] = &[
     (SYS_unshare, 0, ANY, CLONE_FS as u64),
     (SYS_prctl, 0, ANY, PR_SET_NAME as u64),
     // Rust's std uses these for set_nonblocking and set_cloexec.
-    (SYS_ioctl, 1, ANY, FIONBIO),
-    (SYS_ioctl, 1, ANY, FIOCLEX),
+    (SYS_ioctl, 1, ANY, FIONBIO as u64),
+    (SYS_ioctl, 1, ANY, FIOCLEX as u64),
     // Whether a file on XFS shares its blocks.
     (SYS_ioctl, 1, ANY, FS_IOC_FIEMAP as u64),
     // What lsattr and chattr do. A project id cannot be set.

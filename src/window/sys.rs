@@ -5,7 +5,7 @@ use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 
 use rustix::ioctl::{Opcode, opcode};
 
-use crate::linux::{FS_IOC_FIEMAP, SYS_CACHESTAT};
+use crate::linux::{FS_IOC_FIEMAP, SYS_CACHESTAT, ioctl_number};
 
 /// struct fuse_backing_map of include/uapi/linux/fuse.h.
 #[repr(C)]
@@ -63,7 +63,7 @@ pub fn shared(file: BorrowedFd, from: u64, end: u64) -> io::Result<u64> {
         let head = FiemapHead { start: at, length: end - at, flags, mapped, count, reserved: 0 };
         let mut map = Fiemap { head, extents: [Extent::default(); EXTENTS] };
         // SAFETY: the request writes at most `count` extents after the head.
-        check(unsafe { libc::ioctl(file.as_raw_fd(), FS_IOC_FIEMAP.into(), &raw mut map) })?;
+        check(unsafe { libc::ioctl(file.as_raw_fd(), ioctl_number(FS_IOC_FIEMAP), &raw mut map) })?;
         let extents = &map.extents[..EXTENTS.min(map.head.mapped as usize)];
         let Some(last) = extents.last() else { return Ok(end) };
         if let Some(extent) = extents.iter().find(|extent| extent.flags & SHARED != 0) {
@@ -88,7 +88,7 @@ pub const BACKING_CLOSE: Opcode = opcode::write::<u32>(FUSE, 2);
 pub fn backing_open(fuse: BorrowedFd, file: BorrowedFd) -> io::Result<i32> {
     let map = BackingMap { fd: file.as_raw_fd(), flags: 0, padding: 0 };
     // SAFETY: the request reads the one struct that it is given.
-    check(unsafe { libc::ioctl(fuse.as_raw_fd(), BACKING_OPEN.into(), &raw const map) })
+    check(unsafe { libc::ioctl(fuse.as_raw_fd(), ioctl_number(BACKING_OPEN), &raw const map) })
 }
 
 /// Writes the dirty pages of a file, without flushing the disk's cache.
@@ -127,7 +127,7 @@ pub fn has_pages(file: BorrowedFd, from: u64) -> io::Result<bool> {
 /// Unregisters a backing file. Open files keep it.
 pub fn backing_close(fuse: BorrowedFd, id: i32) -> io::Result<()> {
     // SAFETY: the request reads the one integer that it is given.
-    check(unsafe { libc::ioctl(fuse.as_raw_fd(), BACKING_CLOSE.into(), &raw const id) }).map(drop)
+    check(unsafe { libc::ioctl(fuse.as_raw_fd(), ioctl_number(BACKING_CLOSE), &raw const id) }).map(drop)
 }
 
 /// Closes all descriptors except these and the standard ones, even those that other code owns. For a process that was
