@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{Mode, OFlags};
 use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_change};
-use rustix::process::{getegid, geteuid, getpid};
+use rustix::process::{geteuid, getgid, getpid};
 use rustix::thread::{CapabilitySet, UnshareFlags, capabilities, unshare_unsafe};
 use thruway::fs::{Config, PassthroughFs, proc_self_fd};
 use thruway::fuse::abi::*;
@@ -100,7 +100,8 @@ impl Share {
     /// # Panics
     /// If anything outside the share has changed, or this thread's identity or capabilities have.
     pub fn check(&self) {
-        assert!(geteuid().is_root() && getegid().is_root(), "the worker has another identity");
+        // Its effective group may be that of who wrote last, until it acts as somebody (`clear_setid`).
+        assert!(geteuid().is_root() && getgid().is_root(), "the worker has another identity");
         // The worker drops this one to clear set-id bits.
         let has = capabilities(None).unwrap().effective | CapabilitySet::FSETID;
         assert_eq!(has, self.has | CapabilitySet::FSETID, "the worker's capabilities have changed");
