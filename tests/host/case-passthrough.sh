@@ -298,3 +298,13 @@ case_fixes_links() {
     make_fast_share share
     guest links --kind qemu --cpus 2 --share "s=$work/share" "${window_boot[@]}" "$guest_dir/links.py" /mnt/s "$(pick 1500 50000)"
 }
+
+# In modes whose opens write nothing back.
+case_fixes_holes() {
+    local mode number=0
+    passthrough
+    for mode in --cache=always '--cache=always --no-open=never' --writeback; do
+        make_fast_share "share$((++number))"
+        guest "holes$number" --kind qemu --share "s=$work/share$number" --daemon-args "$mode" "${window_boot[@]}" "$guest_dir/holes.py" /mnt/s
+    done
+}
