@@ -102,13 +102,15 @@ impl PassthroughFs {
         reply: &mut Reply,
         out: impl FnOnce(OpenOut) -> T + Send + 'static,
     ) -> Result<()> {
+        let host = self.hosts.get(inode.key.dev, file.as_fd());
         let mut open_flags = match self.config.cache {
+            // The guest would read up to the file's size.
+            _ if host.made => OpenFlags::DIRECT_IO,
             CachePolicy::Auto => OpenFlags::empty(),
             CachePolicy::Always => OpenFlags::KEEP_CACHE,
             // The host's file system orders parallel writes to one file.
             CachePolicy::Never | CachePolicy::Metadata => OpenFlags::DIRECT_IO | OpenFlags::PARALLEL_DIRECT_WRITES,
         };
-        let host = self.hosts.get(inode.key.dev, file.as_fd());
         // The guest need not send FLUSH if a close has no effect: the file system does nothing at close(2), there are
         // no POSIX locks, and no mapping can be dirty (a writable shared mapping needs O_RDWR). With writeback Linux
         // sends it anyway.

@@ -95,6 +95,18 @@ const ORANGEFS: i64 = 0x2003_0528;
 /// RAMFS_MAGIC of include/uapi/linux/magic.h.
 const RAMFS: i64 = 0x8584_58f6;
 
+/// File systems whose files are made when they are read, so that their sizes say nothing. By
+/// include/uapi/linux/magic.h.
+const MADE: [i64; 7] = [
+    libc::PROC_SUPER_MAGIC,
+    libc::SYSFS_MAGIC,
+    libc::TRACEFS_MAGIC,
+    libc::DEBUGFS_MAGIC,
+    libc::SECURITYFS_MAGIC,
+    libc::CGROUP_SUPER_MAGIC,
+    libc::CGROUP2_SUPER_MAGIC,
+];
+
 /// Whether a server has the files of the file system that `path` is on: another machine, or a process of this host.
 pub fn is_remote(path: &Path) -> bool {
     statfs(path).is_ok_and(|st| REMOTE.contains(&st.f_type))
@@ -118,6 +130,8 @@ pub struct HostFs {
     pub watchable: bool,
     /// A server has the files. Any system call may wait for it, however small, and without end.
     pub remote: bool,
+    /// A file's contents are made when they are read. Its size says nothing.
+    pub made: bool,
     /// A copy of a file may share its blocks.
     pub shares_blocks: bool,
     /// A store to a mapped page may take new blocks each time.
@@ -137,6 +151,7 @@ impl HostFs {
         let ctime_reliable = CTIME_RELIABLE.contains(&kind);
         let watchable = WATCHABLE.contains(&kind);
         let remote = REMOTE.contains(&kind);
+        let made = MADE.contains(&kind);
         let shares_blocks = kind == libc::XFS_SUPER_MAGIC;
         let copies_on_write = Stores::of(fd).is_ok_and(|stores| stores == Stores::Elsewhere);
         let silent = AtomicBool::new(in_memory);
@@ -148,6 +163,7 @@ impl HostFs {
             ctime_reliable,
             watchable,
             remote,
+            made,
             shares_blocks,
             copies_on_write,
             silent,

@@ -40,3 +40,14 @@ case_caching_always() { caching always --cache=always; }
 case_caching_writeback() { caching writeback --cache=auto --writeback; }
 case_caching_no_open() { caching no-open --cache=auto --no-open=always; }
 case_caching_negative() { caching negative --cache=auto --negative-timeout=86400; }
+
+# Files whose size says nothing.
+case_caching_proc() {
+    local mode number=0
+    make_share share
+    mkdir "$work/share/proc"
+    mount -t proc proc "$work/share/proc"
+    for mode in auto metadata 'auto --writeback' 'always --no-open=never'; do
+        guest "proc$((++number))" --kind uml --share "s=$work/share" --daemon-args "--cache=$mode" /bin/grep -q btime /mnt/s/proc/stat
+    done
+}

@@ -276,6 +276,21 @@ fn only_some_policies_and_file_systems_decide_by_the_times() {
 }
 
 #[test]
+fn files_that_are_made_when_they_are_read_have_contents() {
+    for cache in [CachePolicy::Auto, CachePolicy::Always] {
+        let config = Config { cache, no_open: NoOpen::Never, ..Default::default() };
+        let fs = PassthroughFs::new(open_root(Path::new("/proc")), proc_self_fd().unwrap(), config).unwrap();
+        fs.enter_thread(false);
+        fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM).unwrap();
+        let entry = fs.lookup(ROOT_ID, c"loadavg").unwrap();
+        assert_eq!(entry.attr.size, 0);
+        let opened = open(&fs, entry.nodeid, libc::O_RDONLY).unwrap();
+        // The guest then reads past the size.
+        assert_eq!(opened.open_flags & OpenFlags::DIRECT_IO.bits(), OpenFlags::DIRECT_IO.bits());
+    }
+}
+
+#[test]
 fn a_look_for_writers_leaves_no_lease() {
     let mut file = tempfile::NamedTempFile::new().unwrap();
     let reader = File::open(file.path()).unwrap();
