@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::io::Errno;
 
 use super::frontend::{Closing, Source};
@@ -255,6 +255,9 @@ pub struct Jobs {
     some: Condvar,
     /// For the workers.
     work: Condvar,
+    /// How often a worker was woken.
+    #[cfg(test)]
+    woken: std::sync::atomic::AtomicUsize,
 }
 
 #[derive(Default)]
@@ -301,8 +304,7 @@ impl Drop for Work<'_> {
             queue.busy.remove(&key);
             queue.workers.ordinary -= 1;
         }
-        drop(queue);
-        self.jobs.work.notify_one();
+        self.jobs.wake_for_more(queue);
     }
 }
 
@@ -390,7 +392,7 @@ impl Jobs {
         drop(queue);
         match by {
             By::Mapper => drop(self.some.notify_one()),
-            By::Urgent | By::Worker(_) => drop(self.work.notify_one()),
+            By::Urgent | By::Worker(_) => self.wake_worker(),
         }
         ended.into_iter().for_each(Job::refuse);
         Ok(())
@@ -436,6 +438,21 @@ impl Jobs {
         }
     }
 
+    fn wake_worker(&self) {
+        let _woken = self.work.notify_one();
+        #[cfg(test)]
+        self.woken.fetch_add(usize::from(_woken), std::sync::atomic::Ordering::Relaxed);
+    }
+
+    /// Wakes a worker if there is another job for it.
+    fn wake_for_more(&self, queue: MutexGuard<Queue>) {
+        let more = queue.for_worker().is_some();
+        drop(queue);
+        if more {
+            self.wake_worker();
+        }
+    }
+
     /// A worker begins. `false` if there are enough.
     pub fn add_worker(&self) -> bool {
         let mut queue = self.queue.lock();
@@ -465,7 +482,7 @@ impl Jobs {
                 }
                 let is_last = queue.workers.idle == 0 && queue.workers.all < WINDOW_WORKERS;
                 // Where a wake-up met a job that had to wait.
-                self.work.notify_one();
+                self.wake_for_more(queue);
                 return Work { jobs: self, by, job: Some(job), is_last };
             }
             self.work.wait(&mut queue);
@@ -574,6 +591,30 @@ mod tests {
         assert!(jobs.queue.lock().for_worker().is_some());
         let others = (0..3).map(|_| number(jobs.next_work().job.take().unwrap()));
         assert_eq!(others.collect::<Vec<_>>(), [21, 22, 23]);
+    }
+
+    #[test]
+    fn a_job_wakes_one_worker() {
+        const JOBS: usize = 100;
+        let jobs = Arc::new(Jobs::default());
+        for _ in 0..2 {
+            let jobs = jobs.clone();
+            std::thread::spawn(move || {
+                loop {
+                    drop(jobs.next_work());
+                }
+            });
+        }
+        for number in 0..=JOBS {
+            let rests = |queue: &Queue| queue.workers.idle == 2 && queue.jobs.is_empty();
+            while !rests(&jobs.queue.lock()) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            if number < JOBS {
+                jobs.send(map(7).0);
+            }
+        }
+        assert_eq!(jobs.woken.load(Ordering::Relaxed), JOBS);
     }
 
     #[test]
