@@ -623,3 +623,160 @@ fn survives(mut guest: Guest) {
     guest.call(Opcode::Init, 0, &[init.as_bytes()]).unwrap();
     guest.call(Opcode::Getattr, 1, &[GetattrIn::default().as_bytes()]).unwrap();
 }
+
+/// A request or a few that belong together, as the guest sends them most.
+struct Cost {
+    name: &'static str,
+    /// System calls that they take.
+    calls: usize,
+    /// Instructions that they take in a debug build, at most: half as many again as there were when this was written,
+    /// since compilers differ.
+    instructions: usize,
+}
+
+const fn cost(name: &'static str, calls: usize, instructions: usize) -> Cost {
+    Cost { name, calls, instructions }
+}
+
+/// In the order of [`cheap_requests`]. The first one is nothing.
+const COSTS: [Cost; 9] = [
+    cost("nothing", 0, 0),
+    cost("LOOKUP", 1, 24_000),
+    cost("GETATTR", 1, 20_000),
+    cost("OPEN for writing, RELEASE", 4, 49_000),
+    cost("OPEN for reading, READ, RELEASE", 2, 67_000),
+    cost("READ of 4 KiB", 1, 16_000),
+    cost("WRITE of 5 bytes", 1, 18_000),
+    cost("SETATTR of the mode", 2, 24_000),
+    cost("CREATE, RELEASE, UNLINK and FORGET", 10, 121_000),
+];
+
+/// Each is measured as often, and the least counts: a thread of the file system may close descriptors meanwhile.
+const ROUNDS: usize = 3;
+
+/// Tells the test below that it is the process that is traced.
+const TRACED: &str = "THRUWAY_TEST_TRACED";
+
+#[test]
+fn a_request_takes_few_system_calls_and_instructions() {
+    if std::env::var_os(TRACED).is_some() {
+        return traced();
+    }
+    let (calls, instructions) = (stops(libc::PTRACE_SYSCALL), stops(libc::PTRACE_SINGLESTEP));
+    let mut dear = Vec::new();
+    for (index, cost) in COSTS.iter().enumerate() {
+        // It stops at a call's begin and at its end.
+        let (calls, instructions) = ((calls[index] - calls[0]) / 2, instructions[index] - instructions[0]);
+        if calls > cost.calls || instructions > cost.instructions {
+            dear.push(format!("{}: {calls} system calls and {instructions} instructions", cost.name));
+        }
+    }
+    assert!(dear.is_empty(), "{dear:#?}");
+}
+
+/// Sends the requests of [`COSTS`], and stops its thread between them.
+fn traced() {
+    // Without file handles, so that it is the same for every user.
+    let mut guest = Guest::new(Config { inode_file_handles: FileHandles::Never, ..Default::default() });
+    std::fs::write(guest.dir.path().join("file"), vec![7; 8192]).unwrap();
+    let node = guest.lookup(b"file\0");
+    let open = |guest: &mut Guest, flags: i32| {
+        let args = OpenIn { flags: flags as u32, open_flags: 0 };
+        OpenOut::read_from_prefix(guest.call(Opcode::Open, node, &[args.as_bytes()]).unwrap()).unwrap().0.fh
+    };
+    let release = |guest: &mut Guest, node: u64, fh: u64| {
+        guest.call(Opcode::Release, node, &[ReleaseIn { fh, ..Default::default() }.as_bytes()]).unwrap();
+    };
+    let read = |guest: &mut Guest, fh: u64| {
+        let read = ReadIn { fh, size: 4096, ..Default::default() };
+        assert_eq!(guest.call(Opcode::Read, node, &[read.as_bytes()]).unwrap().len(), 4096);
+    };
+    let fh = open(&mut guest, libc::O_RDWR);
+    let mut requests: [&mut dyn FnMut(&mut Guest); COSTS.len()] = [
+        &mut |_| (),
+        &mut |guest| _ = guest.lookup(b"file\0"),
+        &mut |guest| _ = guest.call(Opcode::Getattr, node, &[GetattrIn::default().as_bytes()]).unwrap(),
+        &mut |guest| {
+            let fh = open(guest, libc::O_RDWR);
+            release(guest, node, fh);
+        },
+        &mut |guest| {
+            let fh = open(guest, libc::O_RDONLY);
+            read(guest, fh);
+            release(guest, node, fh);
+        },
+        &mut |guest| read(guest, fh),
+        &mut |guest| {
+            let write = WriteIn { fh, size: 5, ..Default::default() };
+            guest.call(Opcode::Write, node, &[write.as_bytes(), b"hello"]).unwrap();
+        },
+        &mut |guest| {
+            let set = SetattrIn { valid: SetattrValid::MODE.bits(), mode: 0o640, ..Default::default() };
+            guest.call(Opcode::Setattr, node, &[set.as_bytes()]).unwrap();
+        },
+        &mut |guest| {
+            let create = CreateIn { flags: libc::O_RDWR as u32, mode: libc::S_IFREG | 0o600, ..Default::default() };
+            let made = guest.call(Opcode::Create, ROOT_ID, &[create.as_bytes(), b"new\0"]).unwrap();
+            let CreateOut { entry, open } = CreateOut::read_from_bytes(made).unwrap();
+            release(guest, entry.nodeid, open.fh);
+            guest.call(Opcode::Unlink, ROOT_ID, &[b"new\0"]).unwrap();
+            guest.request.clear();
+            let header =
+                InHeader { len: 48, opcode: Opcode::Forget as u32, nodeid: entry.nodeid, ..Default::default() };
+            guest.request.extend_from_slice(header.as_bytes());
+            guest.request.extend_from_slice(ForgetIn { nlookup: 1 }.as_bytes());
+            assert_eq!(guest.raw(0), None);
+        },
+    ];
+    // Once to become warm.
+    requests.iter_mut().for_each(|request| request(&mut guest));
+    // SAFETY: neither call takes memory.
+    let stop = || unsafe { libc::raise(libc::SIGSTOP) };
+    // SAFETY: as above.
+    unsafe { libc::ptrace(libc::PTRACE_TRACEME) };
+    println!("\nthread {}", rustix::thread::gettid().as_raw_nonzero());
+    stop();
+    for request in &mut requests {
+        for _ in 0..ROUNDS {
+            request(&mut guest);
+            stop();
+        }
+    }
+}
+
+/// Has another process send the requests of [`COSTS`]. Counts how often its thread stops during each if it goes on by
+/// `how`.
+fn stops(how: u32) -> Vec<usize> {
+    use std::io::BufRead;
+    let mut test = std::process::Command::new(std::env::current_exe().unwrap());
+    test.args(["--exact", "a_request_takes_few_system_calls_and_instructions", "--nocapture"]).env(TRACED, "");
+    let mut child = test.stdout(std::process::Stdio::piped()).spawn().unwrap();
+    let mut lines = std::io::BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
+    let thread = lines.find_map(|line| line.strip_prefix("thread ").map(|id| id.parse().unwrap())).unwrap();
+    let next = || {
+        let mut status = 0;
+        // SAFETY: `status` is an int.
+        assert_eq!(unsafe { libc::waitpid(thread, &raw mut status, libc::__WALL) }, thread);
+        assert!(libc::WIFSTOPPED(status), "{status:x}");
+        libc::WSTOPSIG(status)
+    };
+    // SAFETY: no such request takes memory.
+    let go = |how: u32| assert_eq!(unsafe { libc::ptrace(how, thread, 0, 0) }, 0);
+    assert_eq!(next(), libc::SIGSTOP);
+    let count = || {
+        let mut count = 0;
+        loop {
+            go(how);
+            match next() {
+                libc::SIGTRAP => count += 1,
+                signal => break assert_eq!(signal, libc::SIGSTOP),
+            }
+        }
+        count
+    };
+    let counts = COSTS.iter().map(|_| (0..ROUNDS).map(|_| count()).min().unwrap()).collect();
+    go(libc::PTRACE_DETACH);
+    lines.for_each(drop);
+    assert!(child.wait().unwrap().success());
+    counts
+}
