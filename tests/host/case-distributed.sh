@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2154  # lib.sh sets them
-# A share on a distributed file system: a GlusterFS volume of two bricks, mounted twice as by two hosts.
+# A share whose files a server has, mostly a GlusterFS volume of two bricks, mounted twice as by two hosts.
 
 # Of the network namespace that servers and clients are in, and the directory that is their root.
 far_net='' far_root=''
@@ -109,6 +109,26 @@ two_hosts() {
     for role in "${pids[@]}"; do wait "$role" || failed=yes; done
     [[ -z $failed ]] || fail "the guests do not agree"
     logs_are_clean "$work/a.logs" && logs_are_clean "$work/b.logs" && logs_are_clean "$work/daemons.logs"
+}
+
+# Servers of FUSE give the inode number of a removed file to the next one, though a descriptor still holds the file.
+case_distributed_names() {
+    local share name arguments=() shares=()
+    gluster_start
+    mkdir "$far_root"/bricks/bound "$far_root"/mnt/{bound,image}
+    far bindfs /bricks/bound /mnt/bound
+    truncate --size 64M "$far_root/bricks/image"
+    far mke2fs -q -t ext4 /bricks/image
+    far fuse2fs /bricks/image /mnt/image
+    for name in a bound image; do
+        mountpoint --quiet "$far_root/mnt/$name" || fail "$name is not mounted"
+        far_share share "$name"
+        start_daemon "$name" "$share"
+        arguments+=(--fs "$name=$work/sockets/$name")
+        shares+=("/mnt/$name")
+    done
+    guest names --kind uml --timeout 1200 "${arguments[@]}" "$guest_dir/own-directories.py" "$(pick 100 2000)" "${shares[@]}"
+    logs_are_clean "$work/daemons.logs"
 }
 
 # A server hangs, is killed and comes back, while a guest uses the files of both.
