@@ -1,7 +1,7 @@
 //! The sandbox as /proc shows it on the host. If root runs the tests, they also run a daemon as the user `nobody`.
 
 use std::fs;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, chown};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, chown};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
@@ -415,4 +415,25 @@ fn the_filter_allows_threads_and_kills_at_unlisted_calls() {
     assert_eq!(run_filtered("process").signal(), Some(libc::SIGSYS));
     assert_eq!(run_filtered("socket").signal(), Some(libc::SIGSYS));
     assert_eq!(run_filtered("logged_socket").code(), Some(0));
+}
+
+#[test]
+fn a_directory_out_of_reach_is_not_to_be_created() {
+    if !needs_root() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    chown(dir.path(), Some(NOBODY), Some(NOBODY)).unwrap();
+    let program = dir.path().join("thruwayd");
+    assert!(Command::new("cp").arg(env!("CARGO_BIN_EXE_thruwayd")).arg(&program).status().unwrap().success());
+    let ours = dir.path().join("ours");
+    fs::create_dir_all(ours.join("in")).unwrap();
+    fs::set_permissions(&ours, fs::Permissions::from_mode(0o700)).unwrap();
+    for (share, socket) in [(ours.join("in"), dir.path().join("socket")), (dir.path().into(), ours.join("in/socket"))] {
+        let mut command = Command::new(&program);
+        command.uid(NOBODY).gid(NOBODY).arg("--shared-dir").arg(share).arg("--socket-path").arg(socket);
+        let found = command.output().unwrap();
+        let said = String::from_utf8(found.stderr).unwrap();
+        assert!(!found.status.success() && said.contains("out of reach"), "{said}");
+    }
 }

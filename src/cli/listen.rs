@@ -26,6 +26,10 @@ pub enum Error {
     NotAPidFile(PathBuf),
     #[error("the directory '{0}' for the socket does not exist: create it, or choose another path")]
     NoDirectory(PathBuf),
+    #[error(
+        "the directory '{0}' for the socket is out of reach: the daemon's user may not search a directory above it"
+    )]
+    OutOfReach(PathBuf),
     #[error("the path '{0}' of the socket is longer than {LONGEST_PATH} bytes: choose a shorter one")]
     LongPath(PathBuf),
     #[error("the group '{0}' for the socket does not exist: choose another --socket-group")]
@@ -66,8 +70,10 @@ pub fn bind(path: &Path, group: Option<&str>) -> Result<Bound, Error> {
         return Err(Error::LongPath(path.to_owned()));
     }
     let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    if !dir.is_dir() {
-        return Err(Error::NoDirectory(dir.to_owned()));
+    match dir.metadata() {
+        Ok(found) if found.is_dir() => {}
+        Err(e) if e.kind() == io::ErrorKind::PermissionDenied => return Err(Error::OutOfReach(dir.to_owned())),
+        _ => return Err(Error::NoDirectory(dir.to_owned())),
     }
     let pid_file = lock(path)?;
     remove_stale(path)?;
