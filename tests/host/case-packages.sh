@@ -163,6 +163,15 @@ deb_package() {
     # A host process truncates the mapped file. Without the guard, QEMU could end by SIGBUS. 120 s: the guest's boot, under emulation.
     (wait_line "$work/deb/share/is-mapped" mapped 120 "$guest_pid") ||
         fail "no file is mapped: $(in_machine deb journalctl --quiet --output=cat --lines=5 --unit=thruwayd@data.service; tail -n 5 "$work/deb-window.out")"
+    # Who opens a mapped file waits for the window process, which a frozen unit does not stop. systemctl freeze would need a bus; it
+    # does the same. 60 s: a hang has no end.
+    # shellcheck disable=SC2016  # the inner shell's
+    in_machine deb bash -euc 'cd "/sys/fs/cgroup$(systemctl show --property=ControlGroup --value thruwayd@data.service)"; echo 1 >cgroup.freeze
+        until grep -q "^frozen 1" cgroup.events; do sleep 0.1; done' || fail 'the unit cannot be frozen'
+    in_machine deb timeout 60 head -c 1 /srv/share/mapped >"$work/head" || fail 'a host process waits for a frozen unit'
+    # shellcheck disable=SC2016  # the inner shell's
+    in_machine deb bash -euc 'cd "/sys/fs/cgroup$(systemctl show --property=ControlGroup --value thruwayd@data.service)"; echo 0 >cgroup.freeze
+        until grep -q "^frozen 0" cgroup.events; do sleep 0.1; done'
     truncate --size 6 "$work/deb/share/mapped"
     : >"$work/deb/share/looked"
     finish_window_guest deb-window
