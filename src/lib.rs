@@ -17,5 +17,6 @@ pub mod fuse;
 pub mod limits;
 mod linux;
 pub mod sandbox;
+mod size;
 pub mod watch;
 pub mod window;

@@ -414,6 +414,7 @@ fn bad_requests_get_a_reason() {
         ("POST", "/drain?timeout=-1", 400),
         ("POST", "/drain?hold=1e9", 400),
         ("PUT", "/log", 400),
+        ("PUT", "/limits", 400),
     ] {
         let (got, body) = daemon.ask(method, target, "");
         assert_eq!(got, status, "{method} {target}: {body}");
@@ -430,6 +431,9 @@ fn bad_requests_get_a_reason() {
     assert_eq!(daemon.raw(b"PUT /log HTTP/1.1\r\nContent-Length: 2\r\n\r\n\xff\xfe").0, 400);
     let before: api::Log = daemon.get("/log");
     assert_eq!(before.filter, "info");
+    for limits in [r#"{"iops": "0"}"#, r#"{"iops": "x=1"}"#, r#"{"bandwidth": "metadata=1M"}"#, r#"{"rate": "1"}"#] {
+        assert_eq!(daemon.ask("PUT", "/limits", limits).0, 400, "{limits}");
+    }
     let (status, body) = daemon.ask("PUT", "/log", "warn,thruway::fs=trace\n");
     let after: api::Log = serde_json::from_str(&body).unwrap();
     assert_eq!((status, &daemon.get::<api::Log>("/log")), (200, &after));
@@ -502,6 +506,62 @@ fn a_hold_keeps_requests_in_the_queue() {
     assert!(!resumed.was_held);
     // A hold ends by itself, and the worker is woken.
     assert_eq!(daemon.ask("POST", "/drain?hold=0.01", "").0, 200);
+    daemon.file();
+}
+
+/// A guest at its limit waits, for as long as the limit says: here for more than an hour.
+#[test]
+fn a_guest_at_its_limit_waits_and_holds_up_no_other_request() {
+    const LIMITS: &str = r#"{"bandwidth": "read=1"}"#;
+    let waiting = "thruway_limited_requests_waiting{kind=\"read\"}";
+    let mut daemon = Daemon::start(&["--limit-bandwidth=read=1", "--keep-alive"]);
+    let limits: api::Limits = daemon.get("/limits");
+    assert_eq!((&*limits.iops, &*limits.bandwidth), ("", "read=1,burst=1"));
+    let file = daemon.file();
+    let fh = daemon.open(file);
+    let begin = |daemon: &Daemon| {
+        let (_, head) = daemon.guest().header(Opcode::Read as u32, file, size_of::<ReadIn>());
+        let read = ReadIn { fh, size: 4096, ..Default::default() };
+        daemon.guest().submit(1, &[&[&head[..], read.as_bytes()].concat()], &[16, 4096]).unwrap()
+    };
+    let end = |daemon: &Daemon, token| assert_eq!(daemon.guest().wait_for(1, token, LONG).unwrap().len, 24);
+    // The first leaves a debt of 4095 s.
+    let first = begin(&daemon);
+    end(&daemon, first);
+    let reads = [begin(&daemon), begin(&daemon)];
+    wait_until("they wait", || daemon.metric(waiting) == 2.0);
+    // A request of another kind passes by.
+    daemon.file();
+    assert_eq!(daemon.metric("thruway_queue_requests{queue=\"1\"}"), 2.0);
+
+    // Without the limit they go on.
+    assert_eq!(daemon.ask("PUT", "/limits", "{}").0, 200);
+    reads.into_iter().for_each(|token| end(&daemon, token));
+    assert_eq!((daemon.metric(waiting), daemon.metric("thruway_limited_requests_total{kind=\"read\"}")), (0.0, 2.0));
+
+    // So they do when somebody waits for them: a drain, or a stop of the queue.
+    let limited = |daemon: &Daemon| {
+        assert_eq!(daemon.ask("PUT", "/limits", LIMITS).0, 200);
+        let first = begin(daemon);
+        end(daemon, first);
+        let second = begin(daemon);
+        wait_until("it waits", || daemon.metric(waiting) == 1.0);
+        second
+    };
+    let token = limited(&daemon);
+    assert_eq!(daemon.ask("POST", "/drain?timeout=60", "").0, 200);
+    end(&daemon, token);
+    let token = limited(&daemon);
+    let guest = daemon.guest.as_mut().unwrap();
+    let base = guest.stop_queue(1).unwrap();
+    guest.start_queue(1, base).unwrap();
+    end(&daemon, token);
+
+    // A guest that leaves meanwhile leaves nothing behind.
+    limited(&daemon);
+    daemon.guest = None;
+    daemon.connect();
+    assert_eq!(daemon.metric(waiting), 0.0);
     daemon.file();
 }
 

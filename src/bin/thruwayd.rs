@@ -73,6 +73,7 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     let fs = start_fs(config, entered)?.with_window(window.clone());
     let (watch, no_watch) = start_watch();
     let server = Arc::new(Server::new(fs.with_watch(watch)?));
+    server.throttle().set(options.limit_iops.unwrap_or_default(), options.limit_bandwidth.unwrap_or_default());
     let urings = Arc::new(device::Urings::new(options.num_request_queues));
     let monitor = Arc::new(device::Monitor::default());
     let is_controlled = control.is_some();

@@ -26,10 +26,12 @@ use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser};
 use tracing::level_filters::LevelFilter;
 
 use crate::device;
-use crate::fs::{self, parse_size};
+use crate::fs;
+use crate::fuse::throttle::Rates;
 use crate::limits;
 use crate::sandbox::caps::ModCaps;
 use crate::sandbox::{self, IdRange, Sandbox, seccomp};
+use crate::size::parse_size;
 use crate::window;
 use crate::window::proxy::GuardMode;
 
@@ -107,6 +109,21 @@ pub struct Options {
     /// The file system's.
     #[command(flatten)]
     pub fs: fs::Config,
+
+    /// Let the guest send at most so many requests in a second: N,read=N,write=N,metadata=N,burst=SECONDS
+    ///
+    /// Each part may be missing. N alone is for all requests together. A guest that was idle may send what it has saved
+    /// up in the last SECONDS (1 unless given) at once. What is over the limit waits, and nothing else waits for it.
+    /// What the guest does in a window sends no requests.
+    #[arg(help_heading = "Limits", long, display_order = 120, value_name = "LIMITS", value_parser = Rates::iops)]
+    pub limit_iops: Option<Rates>,
+
+    /// Let the guest read and write at most so many bytes in a second: SIZE,read=SIZE,write=SIZE,burst=SECONDS
+    ///
+    /// As for --limit-iops.
+    #[arg(help_heading = "Limits", long, display_order = 121, value_name = "LIMITS",
+          value_parser = Rates::bandwidth)]
+    pub limit_bandwidth: Option<Rates>,
 
     /// Give the guest a DAX window of this size, for example 1G, through which it maps files; 0: no window
     ///

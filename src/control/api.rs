@@ -252,6 +252,16 @@ pub struct Slot {
     pub writable: bool,
 }
 
+/// The body of PUT /limits, and the answer to it and to GET /limits.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Limits {
+    /// Requests in a second, as `--limit-iops` has them. Empty: no limit.
+    pub iops: String,
+    /// Bytes in a second, as `--limit-bandwidth` has them. Empty: no limit.
+    pub bandwidth: String,
+}
+
 /// The answer to PUT /log, and GET /log.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]

@@ -65,6 +65,8 @@ pub async fn drain(state: &Arc<super::State>, most: Duration, hold: Duration) ->
             };
             return Err((StatusCode::GATEWAY_TIMEOUT, text));
         }
+        // A limit may hold requests back for longer than anybody waits here.
+        server.throttle().release();
         sleep(LOOK).await;
     }
     let locks = device.locks();

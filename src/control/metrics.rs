@@ -12,6 +12,7 @@ use prometheus_client::registry::Registry;
 use super::State;
 use crate::fuse::abi::Opcode;
 use crate::fuse::metrics::CLASSES;
+use crate::fuse::throttle::Kind;
 use crate::limits;
 
 /// The type of the text: prometheus-client writes OpenMetrics.
@@ -107,6 +108,16 @@ impl All {
                     .encode_histogram::<NoLabelSet>(took, count, &classes, None)?;
             }
         }
+        let waits = self.0.sources.server.throttle().waits();
+        let by_kind =
+            |values: [u64; 3]| Kind::ALL.into_iter().zip(values).map(|(kind, n)| ("kind", kind.name().to_owned(), n));
+        let help = "Requests that had to wait, since the guest was at its limit";
+        metrics.counters("limited_requests", help, by_kind(waits.so_far))?;
+        metrics.gauges(
+            "limited_requests_waiting",
+            "Requests that wait, since the guest is at its limit",
+            by_kind(waits.now),
+        )?;
         metrics.counter("read_bytes", "Bytes that the guest has read by READ", counters.read_bytes())?;
         metrics.counter("written_bytes", "Bytes that the guest has written by WRITE", counters.written_bytes())
     }

@@ -14,6 +14,7 @@ use super::api::Refusal;
 use super::drain::drain;
 use super::{State, api, metrics, status};
 use crate::fs::InodeOrder;
+use crate::fuse::throttle::Rates;
 use crate::limits::{CONTROL_BODY, CONTROL_PATIENCE, CONTROL_TOP};
 
 type Answer = Response<Full<Bytes>>;
@@ -27,13 +28,13 @@ const LONGEST: Duration = Duration::from_secs(300);
 /// Default of the drain's `timeout`.
 const DRAIN: Duration = Duration::from_secs(10);
 
-const PATHS: &str = "/metrics, /status, /inodes, /mappings, /log, /drain, /resume";
+const PATHS: &str = "/metrics, /status, /inodes, /mappings, /limits, /log, /drain, /resume";
 
 /// Answers a request.
 pub async fn answer(state: &Arc<State>, request: Request<Incoming>) -> Answer {
     let allowed = match request.uri().path() {
         "/metrics" | "/status" | "/inodes" | "/mappings" => "GET, HEAD",
-        "/log" => "GET, HEAD, PUT",
+        "/limits" | "/log" => "GET, HEAD, PUT",
         "/drain" | "/resume" => "POST",
         path => {
             let text = format!("there is no {:?}: the paths are {PATHS}", path.chars().take(64).collect::<String>());
@@ -74,6 +75,24 @@ async fn serve(state: &Arc<State>, request: Request<Incoming>) -> Result<Answer,
             json(&status::inodes(state, top as usize, order).await?)
         }
         "/mappings" => json(&status::mappings(sources).await?),
+        "/limits" => {
+            let throttle = sources.server.throttle();
+            if request.method() == Method::PUT {
+                let limits: api::Limits = serde_json::from_slice(&body(request).await?)
+                    .map_err(|e| bad(format!("the body is {{\"iops\":\"LIMITS\",\"bandwidth\":\"LIMITS\"}}: {e}")))?;
+                let rates = |name: &str, rates: Result<Rates, String>| rates.map_err(|e| bad(format!("{name}: {e}")));
+                let iops = rates("iops", Rates::iops(&limits.iops))?;
+                let bandwidth = rates("bandwidth", Rates::bandwidth(&limits.bandwidth))?;
+                throttle.set(iops, bandwidth);
+                tracing::info!(
+                    "the control socket has set the limits to {:?} iops, {:?} bandwidth",
+                    limits.iops,
+                    limits.bandwidth
+                );
+            }
+            let [iops, bandwidth] = throttle.rates().map(|rates| rates.to_string());
+            json(&api::Limits { iops, bandwidth })
+        }
         "/log" if request.method() == Method::PUT => {
             let filter = body(request).await?;
             let filter = std::str::from_utf8(&filter).map_err(|_| bad("the filter is not UTF-8".into()))?.trim();

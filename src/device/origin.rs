@@ -17,7 +17,7 @@ use super::tally::Tally;
 use super::uring::Uring;
 use crate::fuse::buf::IoRange;
 use crate::fuse::ops::{Result, Wait};
-use crate::fuse::{Io, Job, Release, ReplySender, Stopping, Transport, Work};
+use crate::fuse::{Io, Job, Release, ReplySender, Serve, Stopping, Transport, Work};
 use crate::limits::{LATE_REPLY_BYTES, Limit};
 
 /// What serves requests, the memory that they are in, and the threads for those that wait.
@@ -27,6 +27,16 @@ pub struct Service<H> {
     pub pools: Arc<Pools>,
     /// The number of requests that may wait without end, over all connections.
     pub waiting: Arc<AtomicUsize>,
+}
+
+impl<H> Service<H> {
+    /// Runs a job that waits only for the host's file system.
+    fn work(&self, job: pool::Job) {
+        // If there can be no thread at all, the caller waits.
+        if let Err(job) = self.pools.host.run(job) {
+            job();
+        }
+    }
 }
 
 /// The chain of one request, while it is served.
@@ -62,20 +72,17 @@ impl<H: Handler> Origin<'_, H> {
         (!self.left).then(|| len.min(loaded.work.writable.len()))
     }
 
-    /// Runs a job that waits only for the host's file system.
-    fn work(&self, job: pool::Job) {
-        // If there can be no thread at all, the worker waits.
-        if let Err(job) = self.service.pools.host.run(job) {
-            job();
-        }
-    }
-
     /// Serves the request anew on a thread that waits for the host's file system. The thread needs only the chain's
     /// head. `since`: when the request began.
     fn hand_over(&self, since: Option<Instant>) {
+        self.service.work(self.anew(since));
+    }
+
+    /// What serves the request anew.
+    fn anew(&self, since: Option<Instant>) -> pool::Job {
         self.tally.inspect(|tally| tally.handed_over());
         let (service, head, busy) = (self.service.clone(), self.head, self.ring.occupy());
-        self.work(Box::new(move || {
+        Box::new(move || {
             let (mut snapshot, table) = (service.mem.keep(), busy.ring().table());
             let (mut work, mut segments) = (Work::default(), Vec::new());
             work.since = since;
@@ -98,7 +105,7 @@ impl<H: Handler> Origin<'_, H> {
                 chain::mark_dirty(&snapshot, &segments, written);
                 busy.give_back(&snapshot.near, Used::new(head, written));
             }
-        }));
+        })
     }
 }
 
@@ -132,6 +139,14 @@ impl<H: Handler> Transport for Origin<'_, H> {
             self.left = true;
             self.hand_over(since);
         }
+    }
+
+    fn defer(&mut self, since: Option<Instant>, release: Release) -> Option<(Serve, Stopping)> {
+        self.left = true;
+        self.ring.release_deferred_by(release);
+        let (service, ring, job) = (self.service.clone(), self.ring.clone(), self.anew(since));
+        let stopping = move || ring.stopping().load(Ordering::SeqCst);
+        Some((Box::new(move || service.work(job)), Box::new(stopping)))
     }
 
     fn detach(&mut self) -> ReplySender {

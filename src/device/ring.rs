@@ -56,6 +56,8 @@ pub struct Ring {
     locks: Arc<AtomicU32>,
     /// Has the parked requests answered.
     parked: OnceLock<Release>,
+    /// Has the requests served that are to be served later.
+    deferred: OnceLock<Release>,
 }
 
 /// The event by which the driver tells of new chains. vhost-user-backend has another one in its place, which never
@@ -390,10 +392,8 @@ impl Ring {
                 used.append(scratch.finish());
             }
             self.flush(&self.mem.memory(), used);
-            // Those that are parked from now on see that the ring is stopping.
-            if let Some(release) = self.parked.get() {
-                release();
-            }
+            // Those that come to wait from now on see that the ring is stopping.
+            self.parked.get().into_iter().chain(self.deferred.get()).for_each(|release| release());
             let mut busy = self.busy.lock();
             if *busy == 0 {
                 drop(busy);
@@ -411,6 +411,11 @@ impl Ring {
     /// Has parked requests answered by this whenever the ring stops.
     pub fn release_parked_by(&self, release: Release) {
         let _ = self.parked.get_or_init(|| release);
+    }
+
+    /// Has deferred requests served by this whenever the ring stops.
+    pub fn release_deferred_by(&self, release: Release) {
+        let _ = self.deferred.get_or_init(|| release);
     }
 
     /// Whether chains may be taken from it.
@@ -611,6 +616,7 @@ impl VringT<GuestMemory> for Vring {
             idle: Condvar::new(),
             stopping: AtomicBool::new(false),
             parked: OnceLock::new(),
+            deferred: OnceLock::new(),
             locks: Arc::default(),
         })))
     }

@@ -283,10 +283,12 @@ impl Attrs for PassthroughFs {
 
     fn statfs(&self, node: u64) -> Result<StatfsOut> {
         let st = self.inodes.get(node)?.with_fd(&self.places, |fd| fstatfs(fd))?;
+        let unit = u64::try_from(st.f_frsize).unwrap_or(1).max(1);
+        let most = self.config.report_size.map_or(u64::MAX, |size| size / unit);
         Ok(StatfsOut {
-            blocks: st.f_blocks,
-            bfree: st.f_bfree,
-            bavail: st.f_bavail,
+            blocks: st.f_blocks.min(most),
+            bfree: st.f_bfree.min(most),
+            bavail: st.f_bavail.min(most),
             files: st.f_files,
             ffree: st.f_ffree,
             bsize: st.f_bsize as u32,

@@ -7,6 +7,7 @@ use clap::{Args, Command, FromArgMatches, ValueEnum};
 use super::idmap::{self, IdMap};
 use super::xattrmap::XattrMap;
 use crate::limits;
+use crate::size::parse_size;
 
 /// How long the guest may use what it has cached (`--cache`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -250,6 +251,12 @@ pub struct Config {
     #[arg(help_heading = "Files", long)]
     pub flock: bool,
 
+    /// Tell the guest that the share has at most SIZE, for example 10G; df then shows that
+    ///
+    /// It limits nothing. What is free is the least of SIZE and what is free on the host.
+    #[arg(help_heading = "Files", long, value_name = "SIZE", value_parser = parse_size)]
+    pub report_size: Option<u64>,
+
     /// Refer to files by file handle instead of by open descriptor: never, where possible (prefer), or else fail
     /// (mandatory)
     ///
@@ -362,18 +369,6 @@ impl Default for Config {
 fn parse_seconds(text: &str) -> Result<Duration, String> {
     let seconds = text.parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
     seconds.ok_or_else(|| "expected a number of seconds such as 0, 0.5 or 60".to_owned())
-}
-
-/// A number of bytes: 4096, 128K, 1M, 2G.
-pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
-    let (digits, shift) = match text.as_bytes().last() {
-        Some(b'K' | b'k') => (&text[..text.len() - 1], 10),
-        Some(b'M' | b'm') => (&text[..text.len() - 1], 20),
-        Some(b'G' | b'g') => (&text[..text.len() - 1], 30),
-        _ => (text, 0),
-    };
-    let number = digits.parse::<u64>().ok().and_then(|n| n.checked_mul(1 << shift));
-    number.ok_or_else(|| "expected a number of bytes such as 4096, 128K, 64M or 1G".to_owned())
 }
 
 fn parse_file_handles(mode: &str) -> Result<FileHandles, String> {

@@ -58,7 +58,6 @@ use crate::fuse::abi::InitFlags;
 use crate::fuse::ops::{Control, Result, Session};
 use crate::watch::Watch;
 use crate::window::{self, Window};
-pub(crate) use config::parse_size;
 pub use config::{CachePolicy, Config, FileHandles, Migration, MigrationMode, MigrationOnError, NoOpen, Offer};
 use dax::DaxBudget;
 use file_handle::Mounts;

@@ -561,7 +561,11 @@ fn attributes_are_set() {
     let valid = (SetattrValid::ATIME | SetattrValid::ATIME_NOW).bits();
     s.fs.setattr(symlinked.nodeid, &SetattrIn { valid, ..Default::default() }, CALLER).unwrap();
     assert!(s.fs.statx(node, None, 0, u32::MAX).unwrap().stat.btime.tv_sec > 0);
-    assert!(s.fs.statfs(node).unwrap().blocks > 0);
+    let all = s.fs.statfs(node).unwrap();
+    assert!(all.blocks > 16);
+    let part = share(Config { report_size: Some(16 * u64::from(all.frsize) + 1), ..Default::default() });
+    let told = part.fs.statfs(ROOT_ID).unwrap();
+    assert_eq!((told.blocks, told.bfree, told.bavail), (16, all.bfree.min(16), all.bavail.min(16)));
 }
 
 #[test]

@@ -9,6 +9,7 @@ pub mod ops;
 mod reply;
 mod request;
 mod serve;
+pub mod throttle;
 mod transport;
 
 use std::sync::Arc;
@@ -17,14 +18,15 @@ use std::time::Instant;
 
 use rustix::io::Errno;
 
-use crate::limits::COPY_PIECE;
+use crate::limits::{COPY_PIECE, DATA_BYTES};
 use abi::*;
 use buf::IoVecs;
 use metrics::{Counters, Meter, Shard};
 use ops::*;
 pub use reply::Reply;
 use request::Request;
-pub use transport::{Io, Job, Release, ReplySender, Stopping, Transport};
+use throttle::{Kind, Rates, Throttle};
+pub use transport::{Io, Job, Release, ReplySender, Serve, Stopping, Transport};
 
 /// Largest WRITE and READ that is offered, in bytes. The guest lowers it to what its virtqueue's descriptors carry
 /// (fs/fuse/virtio_fs.c, max_pages_limit), and a queue has 1024 of them, each a page.
@@ -43,12 +45,19 @@ pub struct Server<F> {
     counters: Arc<Counters>,
     /// The guest's minor version. 0 if it is not known.
     minor: Arc<AtomicU32>,
+    throttle: Arc<Throttle>,
 }
 
 impl<F> Clone for Server<F> {
     fn clone(&self) -> Self {
-        let Self { fs, session, counters, minor } = self;
-        Self { fs: fs.clone(), session: session.clone(), counters: counters.clone(), minor: minor.clone() }
+        let Self { fs, session, counters, minor, throttle } = self;
+        Self {
+            fs: fs.clone(),
+            session: session.clone(),
+            counters: counters.clone(),
+            minor: minor.clone(),
+            throttle: throttle.clone(),
+        }
     }
 }
 
@@ -74,7 +83,13 @@ impl<F: FileSystem> Server<F> {
     /// A server without a session.
     pub fn new(fs: F) -> Self {
         let session = Arc::new(AtomicU64::new(CLOSED));
-        Self { fs: Arc::new(fs), session, counters: Arc::default(), minor: Arc::default() }
+        let throttle = Throttle::new(Rates::default(), Rates::default());
+        Self { fs: Arc::new(fs), session, counters: Arc::default(), minor: Arc::default(), throttle }
+    }
+
+    /// The guest's limits.
+    pub fn throttle(&self) -> &Arc<Throttle> {
+        &self.throttle
     }
 
     /// The file system.
@@ -158,6 +173,10 @@ impl<F: FileSystem> Server<F> {
                 _ => Err(Errno::IO),
             };
         }
+        // What has waited comes again on a thread that may wait.
+        if self.throttle.is_on() && !reply.may_wait() && self.must_wait(opcode, request, reply) {
+            return Ok(());
+        }
         let wait = if reply.may_wait() { None } else { self.may_block(opcode, request) };
         let args = request.rest();
         let served = match (wait, self.fs.agents()) {
@@ -181,6 +200,33 @@ impl<F: FileSystem> Server<F> {
             server.enter_thread();
             server.serve(opcode, &mut Request::copied(header, &args, &mut IoVecs::default()), reply)
         })
+    }
+
+    /// Whether the guest is at its limit, so that the request is served later. What asks the host for nothing has no
+    /// limit.
+    fn must_wait(&self, opcode: Opcode, request: &Request, reply: &mut Reply) -> bool {
+        if !opcode.does().contains(Does::ASK_HOST) {
+            return false;
+        }
+        let mut args = request.peek();
+        let (kind, bytes) = match opcode {
+            Opcode::Read => (Kind::Read, args.take::<ReadIn>().map_or(0, |args| args.size)),
+            Opcode::Write => (Kind::Write, args.take::<WriteIn>().map_or(0, |args| args.size)),
+            // It takes its bytes when it has moved them.
+            Opcode::CopyFileRange | Opcode::CopyFileRange64 => (Kind::Write, 0),
+            _ => (Kind::Metadata, 0),
+        };
+        let bytes = bytes.min(DATA_BYTES as u32).into();
+        if self.throttle.admit(kind, bytes) {
+            return false;
+        }
+        let Some((serve, stopping)) = reply.defer(self.throttle.releaser()) else { return false };
+        self.throttle.wait(kind, bytes, serve);
+        if stopping() {
+            // The stop may have released the others before.
+            self.throttle.release();
+        }
+        true
     }
 
     /// What a request waits for, as far as it is known before it begins. `None`: a queue's worker serves it.

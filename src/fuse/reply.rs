@@ -9,7 +9,7 @@ use zerocopy::{Immutable, IntoBytes};
 use super::abi::*;
 use super::buf::{IoRange, IoVecs};
 use super::metrics::{LateMeter, Meter};
-use super::transport::{HEADER, Io, Release, ReplySender, Result, Stopping, Transport, Wait};
+use super::transport::{HEADER, Io, Release, ReplySender, Result, Serve, Stopping, Transport, Wait};
 
 /// Longest directory listing or xattr that is collected in bytes: the guest asks for at most its max_pages.
 const MAX_COLLECTED: usize = super::MAX_WRITE as usize;
@@ -177,6 +177,14 @@ impl<'a> Reply<'a> {
             from.serve_anew(meter.since);
         }
         self.to = To::Nowhere;
+    }
+
+    /// See [`Transport::defer`].
+    pub fn defer(&mut self, release: Release) -> Option<(Serve, Stopping)> {
+        let To::Place { from, meter, .. } = &mut self.to else { return None };
+        let deferred = from.defer(meter.since, release)?;
+        self.to = To::Nowhere;
+        Some(deferred)
     }
 
     /// Leaves it to the transport to write `data` at `offset` and to answer.

@@ -44,6 +44,11 @@ pub trait Transport: Send {
     /// Serves the request again from its beginning on a thread that may wait. Nothing may have come of it yet. `since`:
     /// when it began, if it is measured.
     fn serve_anew(&mut self, since: Option<Instant>);
+    /// Like [`serve_anew`](Self::serve_anew), but when what it returns is called. `release` has that done at once when
+    /// the queue stops. Also returns what tells whether the queue is stopping. `None`: the transport cannot do that.
+    fn defer(&mut self, _since: Option<Instant>, _release: Release) -> Option<(Serve, Stopping)> {
+        None
+    }
     /// The way back for a reply that comes from another thread. The length that
     /// [`Server::handle`](super::Server::handle) returns is then ignored.
     fn detach(&mut self) -> ReplySender;
@@ -65,7 +70,10 @@ pub trait Transport: Send {
     }
 }
 
-/// Has parked requests answered.
+/// Serves a request that has waited. It is called on any thread, and does not wait.
+pub type Serve = Box<dyn FnOnce() + Send>;
+
+/// Has the requests answered that wait for something which need not happen.
 pub type Release = Arc<dyn Fn() + Send + Sync>;
 
 /// Whether a queue is stopping.

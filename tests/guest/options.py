@@ -1,12 +1,14 @@
 #!/usr/bin/python3
 """Shares whose daemons have special options, prepared by the host: options.py DIRECTORY, which holds the shares."""
 
+import mmap
 import os
 import shutil
 import socket
 import stat
 import subprocess
 import sys
+import time
 from errno import *
 
 sys.path.insert(0, "/host")
@@ -45,6 +47,25 @@ def is_read_only(s):
     refused(EROFS, os.open, s, os.O_TMPFILE | os.O_RDWR)
     equal(os.getxattr(f"{s}/file", "user.host"), b"host")
     equal(sorted(os.listdir(s)), ["dir", "file"])
+
+
+@test
+def test_limited(_):
+    """A guest at its limit waits, and df shows what the host wants."""
+    s = share("limited")
+    st = os.statvfs(s)
+    equal(st.f_blocks * st.f_frsize, 4 << 20)
+    write(f"{s}/file", b"x" * (1 << 20))
+    os.sync()
+    fd = os.open(f"{s}/file", os.O_RDONLY | os.O_DIRECT)
+    page = mmap.mmap(-1, 1 << 20)
+    began = time.monotonic()
+    for _ in range(4):
+        equal(os.preadv(fd, [page], 0), 1 << 20)
+    # The first takes what was saved up, and the second begins when nothing is owed.
+    took = time.monotonic() - began
+    assert took >= 1.9, took
+    os.close(fd)
 
 
 @test

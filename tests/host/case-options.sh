@@ -15,7 +15,7 @@ option_share() {
 
 # fill_shares: the contents of each share before its daemon starts.
 fill_shares() {
-    mkdir -p "$work"/shares/{readonly,readonly-mount,xattrmap,overlay,translate,submounts,onefs,readdir,user,user-none,user-mapped,legacy,mapped-ids,idmapped}
+    mkdir -p "$work"/shares/{limited,readonly,readonly-mount,xattrmap,overlay,translate,submounts,onefs,readdir,user,user-none,user-mapped,legacy,mapped-ids,idmapped}
     cd "$work/shares" || return
     echo 'a secret of the host' >secret
     # Both roots have the same inode number, as those of any two tmpfs or ext4.
@@ -69,6 +69,7 @@ END
     option_share submounts
     option_share onefs --no-announce-submounts
     option_share readdir --no-readdirplus
+    option_share limited --limit-bandwidth read=1M --limit-iops 100000 --report-size 4M
     option_share legacy -o xattr,cache=auto,sandbox=chroot
     # The user must be able to read it, and the checkout may be in root's own directory.
     read -ra binary <<<"$THRUWAY_DAEMON"

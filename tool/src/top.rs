@@ -529,6 +529,7 @@ fn draw_state(frame: &mut Frame, area: Rect, seen: &Seen) {
         ("descriptors", pair("thruway_descriptors", "thruway_descriptors_limit")),
         ("mappings", pair("thruway_mappings", "thruway_mappings_limit")),
         ("limits reached", short(of("thruway_limit_reached_total")).into()),
+        ("at its limit", pair("thruway_limited_requests_waiting", "thruway_limited_requests_total")),
     ];
     let width = usize::from(area.width).saturating_sub(NAME + 4).max(8);
     let mut switches = switches(&seen.status);

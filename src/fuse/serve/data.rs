@@ -8,6 +8,7 @@ use super::super::buf::IOV_MAX;
 use super::super::ops::*;
 use super::super::reply::Reply;
 use super::super::request::Request;
+use super::super::throttle::Kind;
 use crate::limits::{COPY_BYTES, COPY_PIECE, DATA_BYTES, SHORTEST_COPY};
 
 impl<F: FileSystem> Server<F> {
@@ -49,7 +50,8 @@ impl<F: FileSystem> Server<F> {
         if reply.may_wait() {
             self.fs.settle_times(args.nodeid_out);
         }
-        copy(&args, || reply.stopping(), |piece| self.fs.copy_file_range(node, piece))
+        let copied = copy(&args, || reply.stopping(), |piece| self.fs.copy_file_range(node, piece));
+        copied.inspect(|copied| self.throttle.charge(Kind::Write, *copied))
     }
 }
 
