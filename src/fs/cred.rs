@@ -23,8 +23,8 @@ const NO_CAPS: CapabilitySets = CapabilitySets {
     inheritable: CapabilitySet::empty(),
 };
 
-/// Rights of who need not ask the host: to any directory, and to the names of others in a sticky one.
-const OVERRIDES: CapabilitySet = CapabilitySet::DAC_OVERRIDE.union(CapabilitySet::FOWNER);
+/// Rights of who need not ask the host: to any directory, to the names of others in a sticky one, to device nodes.
+const OVERRIDES: CapabilitySet = CapabilitySet::DAC_OVERRIDE.union(CapabilitySet::FOWNER).union(CapabilitySet::MKNOD);
 
 /// Rights of who may write as a member of any group, and need not be a member to open a file.
 const JOINS: CapabilitySet = CapabilitySet::DAC_OVERRIDE.union(CapabilitySet::SETGID);
@@ -108,15 +108,12 @@ pub struct Identity {
 }
 
 impl Identity {
-    /// Acts as `uid`, `gid` and the supplementary `group`, with `umask`.
-    ///
-    /// The guest has checked its user's permission, with all of the user's groups. If it cannot say which group counts
-    /// (`trust`), the thread overrides the host's check. The guest's root acts as the daemon's own user, since an
-    /// ordinary user's daemon can be nobody else.
+    /// Acts as `uid`, `gid` and the supplementary `group`, with `umask`. The guest's root acts as the daemon's own
+    /// user, since an ordinary user's daemon can be nobody else.
     ///
     /// # Errors
     /// EPERM if the daemon may not act as that user, EINVAL for [`NO_ID`].
-    pub fn take(uid: u32, gid: u32, group: Option<u32>, umask_bits: u32, mut trust: bool) -> Result<Self> {
+    pub fn take(uid: u32, gid: u32, group: Option<u32>, umask_bits: u32) -> Result<Self> {
         if [Some(uid), Some(gid), group].contains(&Some(NO_ID)) {
             return Err(Errno::INVAL);
         }
@@ -126,9 +123,8 @@ impl Identity {
         let mut me = Self { uid: false, gid: false, groups: false, umask: false };
         let (other_uid, other_gid) = (uid != own_uid && !uid.is_root(), gid != own_gid && !gid.is_root());
         if let Some(group) = group.map(Gid::from_raw).filter(|g| *g != gid && other_uid) {
-            me.groups = set_thread_groups(&[group]).is_ok();
             // A user namespace may deny it.
-            trust |= !me.groups;
+            me.groups = set_thread_groups(&[group]).is_ok();
         }
         // The thread may still be in the group of who wrote last.
         join(if other_gid { gid } else { own_gid })?;
@@ -136,17 +132,32 @@ impl Identity {
         if other_uid {
             set_euid(uid)?;
             me.uid = true;
-            let caps = CAPS.get();
-            let effective = caps.permitted & OVERRIDES;
-            if trust && !effective.is_empty() {
-                set_capabilities(None, CapabilitySets { effective, ..caps })?;
-            }
         }
         if umask_bits != 0 {
             umask(rustix::fs::Mode::from_raw_mode(umask_bits));
             me.umask = true;
         }
         Ok(me)
+    }
+
+    /// Runs `make` as this user. If the host denies it, runs it once more with the rights to override that: the guest
+    /// has checked the permission, and knows more of its user than the daemon. Its user may have a capability, or be in
+    /// a group that the guest does not send. The other id is no part of it: the file belongs to this user.
+    ///
+    /// # Errors
+    /// Those of `make`.
+    pub fn run<R>(self, make: impl Fn() -> Result<R>) -> Result<R> {
+        match make() {
+            Err(Errno::ACCESS | Errno::PERM) if self.uid && self.overrides() => make(),
+            done => done,
+        }
+    }
+
+    /// Takes the rights to override the host's checks, as far as the daemon has them.
+    fn overrides(&self) -> bool {
+        let caps = CAPS.get();
+        let effective = caps.permitted & OVERRIDES;
+        !effective.is_empty() && set_capabilities(None, CapabilitySets { effective, ..caps }).is_ok()
     }
 }
 

@@ -388,10 +388,9 @@ impl Files for PassthroughFs {
         self.writable()?;
         self.inodes.have_room()?;
         let made = self.within(parent, name, |_, dir| {
-            let _identity = self.act_as(by)?;
             let new = OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW;
             let mode = Mode::from_raw_mode(create.mode & 0o7777);
-            openat(dir, name, self.host_flags(create.flags) | new, mode)
+            self.as_creator(by, || openat(dir, name, self.host_flags(create.flags) | new, mode))
         });
         match made {
             Ok(file) => self.enter_new((parent, Some(name)), file, create.flags, by, reply).inspect_err(|_| {
@@ -412,10 +411,9 @@ impl Files for PassthroughFs {
         self.writable()?;
         self.inodes.have_room()?;
         let file = self.inodes.get(parent)?.with_fd(&self.places, |dir| {
-            let _identity = self.act_as(by)?;
             let excl = OFlags::from_bits_retain(create.flags) & OFlags::EXCL;
             let mode = Mode::from_raw_mode(create.mode & 0o7777);
-            openat(dir, c".", self.host_flags(create.flags) | OFlags::TMPFILE | excl, mode)
+            self.as_creator(by, || openat(dir, c".", self.host_flags(create.flags) | OFlags::TMPFILE | excl, mode))
         })?;
         self.enter_new((parent, None), file, create.flags, by, reply)
     }

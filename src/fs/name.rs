@@ -212,16 +212,11 @@ impl PassthroughFs {
         EntryOut { entry_valid: valid.as_secs(), entry_valid_nsec: valid.subsec_nanos(), ..EntryOut::default() }
     }
 
-    /// Acts as the creator until the result is dropped.
-    pub(super) fn act_as(&self, by: &Creator) -> Result<Identity> {
+    /// Runs `make` as the creator.
+    pub(super) fn as_creator<R>(&self, by: &Creator, make: impl Fn() -> Result<R>) -> Result<R> {
         let (uid, gid) = (self.host_uid(by.uid)?, self.host_gid(by.gid)?);
         let group = by.group.map(|group| self.host_gid(group)).transpose()?;
-        Identity::take(uid, gid, group, by.umask, !self.has(InitFlags::CREATE_SUPP_GROUP))
-    }
-
-    /// As [`act_as`](Self::act_as), for a rename. The guest sends no group with it, but has checked the permission.
-    fn act_trusted(&self, by: &Creator) -> Result<Identity> {
-        Identity::take(self.host_uid(by.uid)?, self.host_gid(by.gid)?, None, 0, true)
+        Identity::take(uid, gid, group, by.umask)?.run(make)
     }
 
     /// Makes a file with `make`, labels it and enters it. If it cannot be labelled, it is removed.
@@ -230,15 +225,12 @@ impl PassthroughFs {
         parent: u64,
         name: &CStr,
         by: &Creator,
-        make: impl FnOnce(BorrowedFd) -> Result<()>,
+        make: impl Fn(BorrowedFd) -> Result<()>,
     ) -> Result<EntryOut> {
         self.writable()?;
         self.inodes.have_room()?;
         self.within(parent, name, |parent, dir| {
-            {
-                let _identity = self.act_as(by)?;
-                make(dir)?;
-            }
+            self.as_creator(by, || make(dir))?;
             let entry = self.enter(parent, dir, name, Purpose::Settled)?;
             if let Some((label, value)) = by.label {
                 if let Err(errno) = self.label(entry.nodeid, label, value) {
@@ -259,8 +251,7 @@ impl PassthroughFs {
         match make() {
             Err(Errno::OVERFLOW) => {
                 let st = stat(dir, c"")?;
-                let _identity = Identity::take(st.stx_uid, st.stx_gid, None, 0, true)?;
-                make()
+                Identity::take(st.stx_uid, st.stx_gid, None, 0)?.run(make)
             }
             done => done,
         }
@@ -362,8 +353,8 @@ impl Names for PassthroughFs {
                 self.pin((old, dir), name, false);
                 let over = self.pin((new, newdir), newname, !flags.contains(RenameFlags::EXCHANGE));
                 if flags.contains(RenameFlags::WHITEOUT) {
-                    let _identity = self.act_trusted(by)?;
-                    renameat_with(dir, name, newdir, newname, flags)?;
+                    let by = Creator { group: None, umask: 0, ..*by };
+                    self.as_creator(&by, || renameat_with(dir, name, newdir, newname, flags))?;
                 } else {
                     self.naming(newdir, || renameat_with(dir, name, newdir, newname, flags))?;
                 }

@@ -588,15 +588,44 @@ fn files_belong_to_their_creator() {
     fs::set_permissions(dir.join("g"), fs::Permissions::from_mode(0o2770)).unwrap();
     let g = s.lookup(c"g").unwrap().nodeid;
     let by = Creator { uid: 1000, gid: 1001, ..ROOT };
-    assert_eq!(s.fs.mkdir(g, c"no", 0o755, &by).err(), Some(Errno::ACCESS));
-    let by = Creator { group: Some(50), ..by };
-    s.fs.mkdir(g, c"yes", 0o755, &by).unwrap();
-    assert_eq!(fs::metadata(dir.join("g/yes")).unwrap().gid(), 50);
+    s.fs.mkdir(g, c"supplementary", 0o755, &Creator { group: Some(50), ..by }).unwrap();
+    assert_eq!(fs::metadata(dir.join("g/supplementary")).unwrap().gid(), 50);
     s.fs.mkdir(g, c"root", 0o755, &ROOT).unwrap();
+}
 
-    // A guest that does not send the group has checked it itself.
-    s.fs.init(InitFlags::empty()).unwrap();
-    s.fs.mkdir(g, c"trusted", 0o755, &Creator { uid: 1000, gid: 1001, ..ROOT }).unwrap();
+/// Its user may have CAP_DAC_OVERRIDE or CAP_MKNOD in the guest, or be in a group that the guest does not send.
+#[test]
+fn what_the_guest_has_checked_is_not_refused() {
+    if !root() {
+        return;
+    }
+    let s = plain();
+    let dir = s.dir.path().join("d");
+    let entry = s.fs.mkdir(ROOT_ID, c"d", 0o555, &Creator { uid: 1000, gid: 1001, ..ROOT }).unwrap();
+    // Another user, since the capability holds for files of a user namespace of the guest.
+    let by = Creator { uid: 1002, gid: 1003, ..ROOT };
+    for flags in [InitFlags::all(), InitFlags::empty()] {
+        s.fs.init(flags).unwrap();
+        let d = s.lookup(c"d").unwrap().nodeid;
+        s.fs.mkdir(d, c"dir", 0o755, &by).unwrap();
+        s.fs.symlink(d, c"link", c"target", &by).unwrap();
+        s.fs.mknod(d, c"node", libc::S_IFCHR | 0o600, 0x103, &by).unwrap();
+        let create = CreateIn { flags: libc::O_RDWR as u32, mode: 0o600, ..Default::default() };
+        answered::<CreateOut>(|reply| s.fs.create(d, c"file", &create, &by, reply)).unwrap();
+        answered::<CreateOut>(|reply| s.fs.tmpfile(d, &create, &by, reply)).unwrap();
+        for name in ["dir", "link", "node", "file"] {
+            let meta = fs::symlink_metadata(dir.join(name)).unwrap();
+            assert_eq!((meta.uid(), meta.gid()), (1002, 1003), "{name}");
+        }
+        // The rights were for that alone.
+        let caps = rustix::thread::capabilities(None).unwrap();
+        assert_eq!(caps.effective, caps.permitted);
+        fs::remove_dir_all(&dir).unwrap();
+        fs::create_dir(&dir).unwrap();
+        std::os::unix::fs::chown(&dir, Some(1000), Some(1001)).unwrap();
+        fs::set_permissions(&dir, fs::Permissions::from_mode(0o555)).unwrap();
+    }
+    s.fs.forget(entry.nodeid, 1);
 }
 
 #[test]

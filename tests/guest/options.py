@@ -210,6 +210,21 @@ def test_translated_ids(_):
 
 
 @test
+def test_capabilities_of_a_user(_):
+    """The guest's kernel has checked them. The host does not know them."""
+    for tag in ("translate", "readdir"):
+        s = share(tag)
+        os.mkdir(f"{s}/closed", 0o555)
+        os.chown(f"{s}/closed", 1000, 1000)
+        script = "mkdir d; echo x >f; ln -s x l; mknod n c 1 3"
+        subprocess.run(["setpriv", "--reuid=1000", "--regid=1000", "--clear-groups", "--inh-caps=+dac_override,+mknod",
+                        "--ambient-caps=+dac_override,+mknod", "sh", "-ec", script], cwd=f"{s}/closed", check=True)
+        owners = {name: os.lstat(f"{s}/closed/{name}").st_uid for name in os.listdir(f"{s}/closed")}
+        equal(owners, dict.fromkeys("dfln", 1000))
+        as_user(1000, 1000, [], lambda: refused(EACCES, os.mkdir, f"{s}/closed/e"))
+
+
+@test
 def test_submounts(_):
     s = share("submounts")
     # Nobody has been in the submount yet. find(1) would take it for the share's root if both had one number.
@@ -278,6 +293,14 @@ def test_ordinary_user(_):
         os.symlink("a/b/moved", f"{s}/link")
         equal(read(f"{s}/link"), b"from the guest\n")
         os.unlink(f"{s}/link")
+        # The daemon has capabilities in a user namespace of its own only.
+        os.mkdir(f"{s}/closed", 0o555)
+        if tag == "user":
+            os.mkdir(f"{s}/closed/d")
+            os.rmdir(f"{s}/closed/d")
+        else:
+            refused(EACCES, os.mkdir, f"{s}/closed/d")
+        os.rmdir(f"{s}/closed")
         equal(sorted(os.listdir(s)), ["a", "hosts"])
 
 
