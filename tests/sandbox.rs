@@ -14,7 +14,7 @@ use tempfile::TempDir;
 use thruway::fuse::abi::*;
 use thruway::sandbox::seccomp;
 use thruway_bench::frontend::{Frontend, Options};
-use zerocopy::IntoBytes;
+use zerocopy::{FromBytes, IntoBytes};
 
 /// User and group ID of `nobody` on Linux distributions. Any unused ID would do.
 const NOBODY: u32 = 65534;
@@ -303,6 +303,53 @@ fn none_as_user() {
     let daemon = Daemon::start(true, &["--sandbox=none", "--seccomp=none"]);
     assert_eq!(daemon.server(), daemon.child.id());
     assert_eq!((daemon.status("Seccomp:"), daemon.capabilities("CapEff:")), ("0".into(), 0));
+}
+
+/// The guest's root makes a file, if it is not there, and gives it to a user and a group.
+fn give_away(guest: &Frontend, uid: u32, gid: u32) -> Result<(), i32> {
+    let file = [MknodIn { mode: libc::S_IFREG | 0o600, ..Default::default() }.as_bytes(), b"file\0"].concat();
+    let _ = guest.request(1, Opcode::Mknod as u32, ROOT_ID, &file, &[], size_of::<EntryOut>());
+    let entry = guest.request(1, Opcode::Lookup as u32, ROOT_ID, b"file\0", &[], size_of::<EntryOut>())?;
+    let node = EntryOut::read_from_bytes(&entry).unwrap().nodeid;
+    let valid = (SetattrValid::UID | SetattrValid::GID).bits();
+    let attr = SetattrIn { valid, uid, gid, ..Default::default() };
+    guest.request(1, Opcode::Setattr as u32, node, attr.as_bytes(), &[], size_of::<AttrOut>()).map(drop)
+}
+
+#[test]
+fn a_refused_id_is_said_once_with_the_option_that_maps_it() {
+    let (uid, gid) = match is_root() {
+        true => (NOBODY, NOBODY),
+        false => (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw()),
+    };
+    for (sandbox, errno) in [("--sandbox=none", libc::EPERM), ("--sandbox=namespace", libc::EINVAL)] {
+        if sandbox == "--sandbox=namespace" && !needs_user_namespaces() {
+            return;
+        }
+        let connect = |daemon: &Daemon| {
+            let guest = Frontend::connect(&daemon.path("socket"), Options::default()).unwrap();
+            guest.fuse_init(u64::MAX).unwrap();
+            guest
+        };
+        let translate_gid = format!("--translate-gid=squash-guest:0:{gid}:4294967295");
+        let daemon = Daemon::start(true, &[sandbox, &translate_gid]);
+        let guest = connect(&daemon);
+        for user in [1234, 1235] {
+            assert_eq!(give_away(&guest, user, 1234), Err(errno), "{sandbox}");
+        }
+        let log = daemon.log();
+        let rule = format!("--translate-uid squash-guest:0:{uid}:4294967295");
+        let said: Vec<_> = log.lines().filter(|line| line.contains("is refused")).collect();
+        assert!(said.len() == 1 && said[0].contains("the guest's user 1234,") && said[0].contains(&rule), "{log}");
+        // What it says helps.
+        let daemon = Daemon::start(true, &[sandbox, &translate_gid, &rule.replace(' ', "=")]);
+        assert_eq!(give_away(&connect(&daemon), 1234, 1234), Ok(()), "{sandbox}");
+        assert!(!daemon.log().contains("is refused"));
+        // A group alone.
+        let daemon = Daemon::start(true, &[sandbox]);
+        assert_eq!(give_away(&connect(&daemon), uid, 1234), Err(errno), "{sandbox}");
+        assert!(daemon.log().contains("the guest's group 1234,") && daemon.log().contains("--translate-gid"));
+    }
 }
 
 /// A directory that is mounted on itself as a shared mount, so that later mounts in it appear in other namespaces.

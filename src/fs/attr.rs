@@ -10,6 +10,7 @@ use rustix::fs::{
     chmodat, chownat, fstatfs, ftruncate, makedev, statx, utimensat,
 };
 use rustix::io::Errno;
+use rustix::process::{getegid, geteuid};
 
 use super::PassthroughFs;
 use super::fd::{FdPath, stat};
@@ -180,7 +181,16 @@ impl PassthroughFs {
                 true => self.set_id_kept(fd, Some(by)),
                 false => cred::keep_setid(),
             }
-            chownat(fd, c"", uid.map(Uid::from_raw), gid.map(Gid::from_raw), AtFlags::EMPTY_PATH)?;
+            let owned = chownat(fd, c"", uid.map(Uid::from_raw), gid.map(Gid::from_raw), AtFlags::EMPTY_PATH);
+            if let Err(Errno::INVAL | Errno::PERM) = owned {
+                let st = stat(fd, c"")?;
+                match (uid, gid) {
+                    (Some(uid), _) if uid != st.stx_uid => self.say_denied("user", a.uid, uid),
+                    (_, Some(gid)) if gid != st.stx_gid => self.say_denied("group", a.gid, gid),
+                    _ => {}
+                }
+            }
+            owned?;
             self.drop_capability(fd);
         }
         if valid.contains(SetattrValid::MODE) {
@@ -224,6 +234,22 @@ impl PassthroughFs {
                  to share that, start the daemon anew"
             );
         }
+    }
+
+    /// Says that the daemon may not act as an id or give files to it: once, since a guest may ask at any time.
+    pub(super) fn say_denied(&self, kind: &str, guest: u32, host: u32) {
+        if self.said_denied.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let (own, option) = match kind {
+            "user" => (geteuid().as_raw(), "uid"),
+            _ => (getegid().as_raw(), "gid"),
+        };
+        tracing::warn!(
+            "the guest's {kind} {guest}, the daemon's {kind} {host}, is refused: an ordinary user's daemon can neither \
+             act as it nor give files to it; --{option}-map gives the daemon ids of /etc/sub{option}, and \
+             --translate-{option} squash-guest:0:{own}:4294967295 makes all files the daemon's own; this is said once"
+        );
     }
 
     fn truncate_unopened(&self, node: u64, a: &SetattrIn) -> Result<()> {

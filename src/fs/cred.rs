@@ -99,6 +99,23 @@ fn hold_fsetid(keep: bool) {
     }
 }
 
+/// An id that the daemon may not act as, and the kernel's error: EPERM without CAP_SETUID or CAP_SETGID, EINVAL if the
+/// daemon's user namespace does not have the id.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Denied {
+    User(Errno),
+    Group(Errno),
+}
+
+impl Denied {
+    /// The error that the guest gets.
+    pub fn errno(self) -> Errno {
+        match self {
+            Self::User(errno) | Self::Group(errno) => errno,
+        }
+    }
+}
+
 /// The thread acts as another user until this is dropped.
 pub struct Identity {
     uid: bool,
@@ -112,10 +129,13 @@ impl Identity {
     /// user, since an ordinary user's daemon can be nobody else.
     ///
     /// # Errors
-    /// EPERM if the daemon may not act as that user, EINVAL for [`NO_ID`].
-    pub fn take(uid: u32, gid: u32, group: Option<u32>, umask_bits: u32) -> Result<Self> {
-        if [Some(uid), Some(gid), group].contains(&Some(NO_ID)) {
-            return Err(Errno::INVAL);
+    /// [`Denied`]; EINVAL for [`NO_ID`].
+    pub fn take(uid: u32, gid: u32, group: Option<u32>, umask_bits: u32) -> std::result::Result<Self, Denied> {
+        if uid == NO_ID {
+            return Err(Denied::User(Errno::INVAL));
+        }
+        if [Some(gid), group].contains(&Some(NO_ID)) {
+            return Err(Denied::Group(Errno::INVAL));
         }
         let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(gid));
         keep_setid();
@@ -127,10 +147,10 @@ impl Identity {
             me.groups = set_thread_groups(&[group]).is_ok();
         }
         // The thread may still be in the group of who wrote last.
-        join(if other_gid { gid } else { own_gid })?;
+        join(if other_gid { gid } else { own_gid }).map_err(Denied::Group)?;
         me.gid = other_gid;
         if other_uid {
-            set_euid(uid)?;
+            set_euid(uid).map_err(Denied::User)?;
             me.uid = true;
         }
         if umask_bits != 0 {

@@ -95,6 +95,8 @@ pub struct PassthroughFs {
     knows_sgid_alone: AtomicBool,
     /// The log says that the shared directory is gone.
     said_removed: AtomicBool,
+    /// The log says that an id is refused.
+    said_denied: AtomicBool,
     window: Option<Arc<Window>>,
     /// The files that the guest maps with `dax=inode`.
     grants: DaxBudget,
@@ -154,6 +156,7 @@ impl PassthroughFs {
             session: AtomicU64::new(0),
             knows_sgid_alone: AtomicBool::new(false),
             said_removed: AtomicBool::new(false),
+            said_denied: AtomicBool::new(false),
             proc_self_fd,
             window: None,
             grants: DaxBudget::default(),

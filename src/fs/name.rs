@@ -12,7 +12,7 @@ use rustix::fs::{
 use rustix::io::Errno;
 
 use super::attr::decode_rdev;
-use super::cred::Identity;
+use super::cred::{Denied, Identity};
 use super::fd::{FdPath, open_path, stat};
 use super::inode::{Inode, Lent, Place};
 use super::key::ToldBy;
@@ -216,7 +216,14 @@ impl PassthroughFs {
     pub(super) fn as_creator<R>(&self, by: &Creator, make: impl Fn() -> Result<R>) -> Result<R> {
         let (uid, gid) = (self.host_uid(by.uid)?, self.host_gid(by.gid)?);
         let group = by.group.map(|group| self.host_gid(group)).transpose()?;
-        Identity::take(uid, gid, group, by.umask)?.run(make)
+        let identity = Identity::take(uid, gid, group, by.umask).map_err(|denied| {
+            match denied {
+                Denied::User(_) => self.say_denied("user", by.uid, uid),
+                Denied::Group(_) => self.say_denied("group", by.gid, gid),
+            }
+            denied.errno()
+        })?;
+        identity.run(make)
     }
 
     /// Makes a file with `make`, labels it and enters it. If it cannot be labelled, it is removed.
@@ -251,7 +258,7 @@ impl PassthroughFs {
         match make() {
             Err(Errno::OVERFLOW) => {
                 let st = stat(dir, c"")?;
-                Identity::take(st.stx_uid, st.stx_gid, None, 0)?.run(make)
+                Identity::take(st.stx_uid, st.stx_gid, None, 0).map_err(Denied::errno)?.run(make)
             }
             done => done,
         }
