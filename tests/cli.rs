@@ -112,6 +112,9 @@ fn usage_errors_are_one_line_that_names_the_option() {
         (&["--shared-dir=/", "--fd=3", "--modcaps=+fly"], "CAP_FLY"),
         (&["--shared-dir=/", "--fd=3", "--uid-map=0:1:2"], ":0:100000:65536:"),
         (&["-o", "source=/,cache=some", "--fd=3"], "-o cache"),
+        (&["--shared-dir=/", "--fd=3", "--ownership=xattr", "--posix-acl"], "--ownership=xattr"),
+        (&["--shared-dir=/", "--fd=3", "--ownership=xattr", "--killpriv-v2"], "--ownership=xattr"),
+        (&["--shared-dir=/", "--fd=3", "--ownership=xattr", "--translate-uid=map:0:1000:1"], "--ownership=xattr"),
     ] {
         let line = failure(args);
         assert!(line.contains(named) && line.contains("--help"), "{args:?}: {line}");
@@ -139,6 +142,9 @@ fn starts_that_must_fail_say_why() {
     }
     let line = failure(&["--shared-dir", &share, "--socket-path", &socket, "--socket-group", "no-such-group"]);
     assert!(line.contains("no-such-group"), "{line}");
+    let proc = ["--shared-dir", "/proc", "--socket-path", &socket, "--sandbox", "none", "--ownership", "xattr"];
+    let line = failure(&proc);
+    assert!(line.contains("--ownership=xattr needs a file system"), "{line}");
     let line = failure(&["--shared-dir", &share, "--socket-path", &socket, "--rlimit-nofile", "18446744073709551615"]);
     assert!(line.contains("--rlimit-nofile"), "{line}");
 }

@@ -206,8 +206,13 @@ fn start_watch() -> (Option<Watch>, Option<String>) {
 }
 
 fn start_fs(config: fs::Config, entered: Entered) -> Result<PassthroughFs, Box<dyn Error>> {
-    let handles = config.inode_file_handles;
+    let (handles, keeps_owners) = (config.inode_file_handles, config.ownership == fs::Ownership::Xattr);
     PassthroughFs::new(entered.root, entered.proc_self_fd, config).map_err(|e| match handles {
+        _ if keeps_owners && e.kind() == ErrorKind::Unsupported => {
+            "--ownership=xattr needs a file system with extended attributes of users: ext4, XFS, Btrfs, F2FS, or tmpfs \
+             since Linux 6.6"
+                .into()
+        }
         FileHandles::Mandatory => {
             format!("cannot use file handles for this share: {e}: use --inode-file-handles=prefer, or run as root")
                 .into()

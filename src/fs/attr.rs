@@ -101,13 +101,14 @@ impl PassthroughFs {
 
     /// What the guest is told of a file, and how long it may use that. The windows hear of the size, and the file may
     /// get DAX. `leased`: the guest hears of changes.
-    pub(super) fn tell(&self, node: &Inode, st: &Statx, leased: bool) -> (Attr, Duration) {
+    pub(super) fn tell(&self, node: &Arc<Inode>, st: &Statx, leased: bool) -> (Attr, Duration) {
         let size = self.tell_size(node, st.stx_size);
-        let valid = self.attr_timeout(st, leased && !node.has_writers());
-        (Attr { size, flags: self.dax_flag(node, st), ..self.attr(st) }, valid)
+        let seen = self.seen(node, st);
+        let valid = self.attr_timeout(&seen, leased && !node.has_writers());
+        (Attr { size, flags: self.dax_flag(node, st), ..self.attr(&seen) }, valid)
     }
 
-    fn attr_out(&self, node: &Inode, st: &Statx, leased: bool) -> AttrOut {
+    fn attr_out(&self, node: &Arc<Inode>, st: &Statx, leased: bool) -> AttrOut {
         let (attr, valid) = self.tell(node, st, leased);
         AttrOut { attr_valid: valid.as_secs(), attr_valid_nsec: valid.subsec_nanos(), dummy: 0, attr }
     }
@@ -131,6 +132,13 @@ impl PassthroughFs {
     /// Takes no system call as long as the guest knows no file with such a bit.
     pub(super) fn set_id_kept(&self, fd: BorrowedFd, kills: Option<Caller>) {
         let Some(by) = kills else { return cred::keep_setid() };
+        if self.keeps_owners() {
+            if let Err(errno) = self.drop_privileges(fd) {
+                tracing::warn!("a file that the guest changes keeps its set-id bits: {errno}");
+            }
+            // Bits that the host has given it.
+            return cred::clear_setid(None);
+        }
         let sgid_alone = self.knows_sgid_alone.load(Ordering::Relaxed);
         let st = if sgid_alone { stat(fd, c"").ok() } else { None };
         cred::clear_setid(st.filter(|st| is_sgid_alone(st.stx_mode.into())).and_then(|st| match by.gid {
@@ -170,8 +178,12 @@ impl PassthroughFs {
             let _ = chownat(fd, c"", None, None, AtFlags::EMPTY_PATH);
             return Ok(());
         }
+        let owns = SetattrValid::UID | SetattrValid::GID;
+        if self.keeps_owners() && valid.intersects(owns | SetattrValid::MODE) {
+            self.change_owner(fd, a)?;
+        }
         // The owner comes before the mode, since chown(2) clears set-id bits.
-        if valid.intersects(SetattrValid::UID | SetattrValid::GID) {
+        if valid.intersects(owns) && !self.keeps_owners() {
             let uid = valid.contains(SetattrValid::UID).then(|| self.host_uid(a.uid)).transpose()?;
             let gid = valid.contains(SetattrValid::GID).then(|| self.host_gid(a.gid)).transpose()?;
             // The kernel also looks whether the caller is in the new group, which only the guest knows. So who keeps a
@@ -193,7 +205,7 @@ impl PassthroughFs {
             owned?;
             self.drop_capability(fd);
         }
-        if valid.contains(SetattrValid::MODE) {
+        if valid.contains(SetattrValid::MODE) && !self.keeps_owners() {
             cred::keep_setid();
             chmodat(CWD, FdPath::new(fd).as_cstr(), Mode::from_raw_mode(a.mode & 0o7777), AtFlags::empty())?;
         }
@@ -296,6 +308,7 @@ impl Attrs for PassthroughFs {
             self.with_either(&inode, fh, |fd| statx(fd, c"", flags, mask | StatxFlags::BASIC_STATS))
         })?;
         self.saw(&inode, &st);
+        let st = self.seen(&inode, &st);
         let valid = self.attr_timeout(&st, leased && !inode.has_writers());
         let size = self.tell_size(&inode, st.stx_size);
         Ok(StatxOut {
@@ -334,7 +347,7 @@ impl Attrs for PassthroughFs {
             if want & 0o2 != 0 && is_mounted_read_only(fd)? {
                 return Err(Errno::ROFS);
             }
-            stat(fd, c"")
+            Ok(self.seen_by(fd, &stat(fd, c"")?))
         })?;
         let attr = self.attr(&st);
         let allowed = match uid {

@@ -44,6 +44,15 @@ pub enum Offer {
     Always,
 }
 
+/// Where owners, modes and device numbers are kept (`--ownership`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Ownership {
+    /// By the host, as far as the daemon may set them.
+    Host,
+    /// In an extended attribute. All files belong to the daemon's user.
+    Xattr,
+}
+
 /// Whether the guest opens files and directories without a message (`--no-open`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum NoOpen {
@@ -288,6 +297,14 @@ pub struct Config {
     #[arg(help_heading = "Identity", long, value_name = "RULE")]
     pub translate_gid: Vec<idmap::Rule>,
 
+    /// Where owners, modes and device numbers are kept that the guest sets: by the host, or in an extended attribute
+    ///
+    /// With xattr, all files belong to the daemon's user, who needs no privilege. The guest's root can install packages
+    /// and unpack archives. The attribute is user.containers.override_stat. Cannot be used with --posix-acl,
+    /// --killpriv-v2, --translate-uid or --translate-gid. docs/attributes.md says what others see.
+    #[arg(help_heading = "Identity", long, default_value = "host")]
+    pub ownership: Ownership,
+
     /// `--translate-uid`
     #[arg(skip)]
     pub uid_map: IdMap,
@@ -326,6 +343,11 @@ impl Config {
         if self.posix_acl != Offer::Never && translates {
             return Err("--posix-acl cannot be used with --translate-uid or --translate-gid, which do not translate \
                         the IDs in access control lists: remove one of them"
+                .into());
+        }
+        if self.ownership == Ownership::Xattr && (translates || self.posix_acl != Offer::Never || self.killpriv_v2) {
+            return Err("--ownership=xattr cannot be used with --posix-acl, --killpriv-v2, --translate-uid or \
+                        --translate-gid, which are about owners and modes on the host: remove them"
                 .into());
         }
         migration.trust_handles = by_handles || opens_handles;

@@ -65,6 +65,11 @@ pub fn overrides_modes() -> bool {
     CAPS.get().effective.contains(CapabilitySet::DAC_OVERRIDE)
 }
 
+/// The daemon's own user and group.
+pub fn own() -> (Uid, Gid) {
+    OWN.get()
+}
+
 /// The thread's writes keep set-id bits, until [`clear_setid`].
 pub fn keep_setid() {
     hold_fsetid(true);

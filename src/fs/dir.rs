@@ -179,6 +179,18 @@ impl PassthroughFs {
     }
 }
 
+impl PassthroughFs {
+    /// The type in a listing (DT_REG and others) of an entry whose type on the host is `kind`. `mode`: what the guest
+    /// is told of the file, or 0. A regular file may be a device that is kept in an attribute.
+    fn kind(&self, kind: u32, mode: u32) -> u32 {
+        match self.keeps_owners() && kind == u32::from(libc::DT_REG) {
+            // Without a mode that is DT_UNKNOWN.
+            true => (mode & libc::S_IFMT) >> 12,
+            false => kind,
+        }
+    }
+}
+
 impl Dirs for PassthroughFs {
     fn opendir(&self, node: u64, _flags: u32) -> Result<OpenOut> {
         if !self.gives_dir_handles() {
@@ -205,6 +217,7 @@ impl Dirs for PassthroughFs {
         self.list(node, fh, offset, |_, dirent, name| {
             let fits = sink.fits(name.count_bytes());
             if fits {
+                let dirent = Dirent { kind: self.kind(dirent.kind, 0), ..dirent };
                 sink.push(dirent, name.to_bytes(), None);
             }
             Ok(fits)
@@ -225,6 +238,7 @@ impl Dirs for PassthroughFs {
                 name if self.agents.is_announced(node, name) => EntryOut::default(),
                 _ => self.enter(&parent, dir, name, Purpose::Listing).unwrap_or_default(),
             };
+            let dirent = Dirent { kind: self.kind(dirent.kind, entry.attr.mode), ..dirent };
             sink.push(dirent, name.to_bytes(), Some(&entry));
             Ok(true)
         })

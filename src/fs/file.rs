@@ -7,8 +7,7 @@ use std::sync::atomic::Ordering;
 use std::task::Poll;
 
 use rustix::fs::{
-    self, FallocateFlags, Mode, OFlags, SeekFrom, copy_file_range, fallocate, fcntl_getfl, fdatasync, fsync, openat,
-    seek,
+    self, FallocateFlags, OFlags, SeekFrom, copy_file_range, fallocate, fcntl_getfl, fdatasync, fsync, seek,
 };
 use rustix::io::Errno;
 use zerocopy::{Immutable, IntoBytes};
@@ -389,8 +388,7 @@ impl Files for PassthroughFs {
         self.inodes.have_room()?;
         let made = self.within(parent, name, |_, dir| {
             let new = OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW;
-            let mode = Mode::from_raw_mode(create.mode & 0o7777);
-            self.as_creator(by, || openat(dir, name, self.host_flags(create.flags) | new, mode))
+            self.open_new(dir, Some(name), self.host_flags(create.flags) | new, create.mode, by)
         });
         match made {
             Ok(file) => self.enter_new((parent, Some(name)), file, create.flags, by, reply).inspect_err(|_| {
@@ -412,8 +410,7 @@ impl Files for PassthroughFs {
         self.inodes.have_room()?;
         let file = self.inodes.get(parent)?.with_fd(&self.places, |dir| {
             let excl = OFlags::from_bits_retain(create.flags) & OFlags::EXCL;
-            let mode = Mode::from_raw_mode(create.mode & 0o7777);
-            self.as_creator(by, || openat(dir, c".", self.host_flags(create.flags) | OFlags::TMPFILE | excl, mode))
+            self.open_new(dir, None, self.host_flags(create.flags) | OFlags::TMPFILE | excl, create.mode, by)
         })?;
         self.enter_new((parent, None), file, create.flags, by, reply)
     }

@@ -77,7 +77,7 @@ impl PassthroughFs {
     /// Changes flags that the guest may change, if `uid` may change the file's. Others stay as they are.
     fn change_flags(&self, inode: &Inode, fd: BorrowedFd, uid: u32, changed: IFlags) -> Result<()> {
         check(changed)?;
-        let owner = self.config.uid_map.to_guest(stat(fd, c"")?.stx_uid);
+        let owner = self.config.uid_map.to_guest(self.seen_by(fd, &stat(fd, c"")?).stx_uid);
         // Linux checks it by itself. Before 5.13 it did not, and said who asks.
         if uid != NO_ID && uid != 0 && uid != owner {
             return Err(Errno::PERM);

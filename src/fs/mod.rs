@@ -26,6 +26,7 @@ mod mapping;
 mod migration;
 mod name;
 mod opens;
+mod owner;
 mod path;
 mod probe;
 mod repeat;
@@ -58,7 +59,9 @@ use crate::fuse::abi::InitFlags;
 use crate::fuse::ops::{Control, Result, Session};
 use crate::watch::Watch;
 use crate::window::{self, Window};
-pub use config::{CachePolicy, Config, FileHandles, Migration, MigrationMode, MigrationOnError, NoOpen, Offer};
+pub use config::{
+    CachePolicy, Config, FileHandles, Migration, MigrationMode, MigrationOnError, NoOpen, Offer, Ownership,
+};
 use dax::DaxBudget;
 use file_handle::Mounts;
 use handle::Handles;
@@ -118,6 +121,9 @@ impl PassthroughFs {
         cred::enter_thread(proc_self_fd.as_fd());
         sys::catch_interrupt()?;
         sys::ignore_lease_signal()?;
+        if config.ownership == Ownership::Xattr {
+            owner::check(root.as_fd())?;
+        }
         let mut why_no_handles = Some("--inode-file-handles=never".to_owned());
         let mut mounts = Mounts::default();
         if config.inode_file_handles != FileHandles::Never {
@@ -209,9 +215,9 @@ impl PassthroughFs {
     }
 
     /// Whether the host takes set-id bits and capabilities away as the guest would. Not where the guest writes to a
-    /// DAX window, of which the host sees nothing.
+    /// DAX window, of which the host sees nothing, nor where the host does not have the bits.
     fn clears_privileges(&self) -> bool {
-        !self.maps() && self.root_host().is_ok_and(|host| host.clears_privileges)
+        !self.maps() && !self.keeps_owners() && self.root_host().is_ok_and(|host| host.clears_privileges)
     }
 
     /// The file system of the shared directory.
@@ -357,6 +363,9 @@ impl Control for PassthroughFs {
     fn load(&self, flags: InitFlags, state: &[u8]) -> io::Result<()> {
         if flags.contains(InitFlags::PASSTHROUGH_SHM) {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "the source's guest has window passthrough"));
+        }
+        if self.keeps_owners() && flags.contains(InitFlags::HANDLE_KILLPRIV_V2) {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "the source runs without --ownership=xattr"));
         }
         self.load_state(flags, state).inspect_err(|_| self.destroy())
     }

@@ -214,6 +214,9 @@ impl PassthroughFs {
 
     /// Runs `make` as the creator.
     pub(super) fn as_creator<R>(&self, by: &Creator, make: impl Fn() -> Result<R>) -> Result<R> {
+        if self.keeps_owners() {
+            return make();
+        }
         let (uid, gid) = (self.host_uid(by.uid)?, self.host_gid(by.gid)?);
         let group = by.group.map(|group| self.host_gid(group)).transpose()?;
         let identity = Identity::take(uid, gid, group, by.umask).map_err(|denied| {
@@ -331,11 +334,18 @@ impl Names for PassthroughFs {
     }
 
     fn mknod(&self, parent: u64, name: &CStr, mode: u32, rdev: u32, by: &Creator) -> Result<EntryOut> {
+        if self.keeps_owners() {
+            return self.make(parent, name, by, |dir| self.make_kept(dir, name, mode, rdev, by));
+        }
         let (kind, mode) = (FileType::from_raw_mode(mode), Mode::from_raw_mode(mode & 0o7777));
         self.make(parent, name, by, |dir| mknodat(dir, name, kind, mode, decode_rdev(rdev)))
     }
 
     fn mkdir(&self, parent: u64, name: &CStr, mode: u32, by: &Creator) -> Result<EntryOut> {
+        if self.keeps_owners() {
+            let mode = libc::S_IFDIR | mode & 0o7777;
+            return self.make(parent, name, by, |dir| self.make_kept(dir, name, mode, 0, by));
+        }
         self.make(parent, name, by, |dir| mkdirat(dir, name, Mode::from_raw_mode(mode & 0o7777)))
     }
 

@@ -27,7 +27,10 @@ impl Repeats for PassthroughFs {
             let Seen { st, key, .. } = Seen::at(&parent, dir, name)?;
             Ok(match self.inodes.peek(&key) {
                 Some(inode) => Present::Known(inode.id),
-                None => Present::New(u32::from(st.stx_mode) & libc::S_IFMT, sys::file_id(dir, name).ok()),
+                None => Present::New(
+                    u32::from(self.seen_at(dir, name, &st).stx_mode) & libc::S_IFMT,
+                    sys::file_id(dir, name).ok(),
+                ),
             })
         });
         found.unwrap_or(Present::Missing)

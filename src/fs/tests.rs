@@ -29,6 +29,7 @@ use crate::window::{Frontend, Mapping, ProxyFiles, RANGE, Window};
 mod contents;
 mod flags;
 pub(super) mod lease;
+mod owner;
 
 pub(super) struct Share {
     pub dir: TempDir,

@@ -7,6 +7,7 @@ use rustix::fs::{XattrFlags, getxattr, getxattr_query, listxattr, listxattr_quer
 use rustix::io::Errno;
 
 use super::fd::FdPath;
+use super::owner::OVERRIDE;
 use super::{PassthroughFs, cred};
 use crate::fuse::abi::InitFlags;
 use crate::fuse::ops::{Caller, Result, Xattrs};
@@ -42,10 +43,11 @@ impl PassthroughFs {
         if acl && !self.has(InitFlags::POSIX_ACL) {
             return Err(Errno::OPNOTSUPP);
         }
-        match &self.config.xattrmap {
-            Some(map) => map.to_host(name).map_err(Errno::from_raw_os_error),
-            None => Ok(Cow::Borrowed(name)),
-        }
+        let host = match &self.config.xattrmap {
+            Some(map) => map.to_host(name).map_err(Errno::from_raw_os_error)?,
+            None => Cow::Borrowed(name),
+        };
+        if self.keeps_owners() && *host == *OVERRIDE { Err(Errno::PERM) } else { Ok(host) }
     }
 
     fn with_path<R>(&self, node: u64, f: impl FnOnce(&CStr) -> Result<R>) -> Result<R> {
@@ -92,14 +94,18 @@ impl Xattrs for PassthroughFs {
         if !self.config.xattr {
             return Err(Errno::NOSYS);
         }
-        let Some(map) = &self.config.xattrmap else {
+        let map = self.config.xattrmap.as_ref();
+        if map.is_none() && !self.keeps_owners() {
             return self.with_path(node, |path| list(path, to, size));
-        };
+        }
         let mut host = Vec::new();
         self.with_path(node, |path| list(path, &mut host, LONGEST))?;
         to.clear();
         for name in host.split(|b| *b == 0).filter(|name| !name.is_empty()) {
-            if let Some(name) = map.to_guest(name) {
+            if self.keeps_owners() && *name == *OVERRIDE.to_bytes() {
+                continue;
+            }
+            if let Some(name) = map.map_or(Some(name), |map| map.to_guest(name)) {
                 to.extend_from_slice(name);
                 to.push(0);
             }

@@ -45,7 +45,7 @@ fill_shares() {
 }
 
 options_case() {
-    local option_guests=() binary tag options
+    local option_guests=() tag options
     (fill_shares)
 
     while read -r tag options; do
@@ -71,13 +71,7 @@ END
     option_share readdir --no-readdirplus
     option_share limited --limit-bandwidth read=1M --limit-iops 100000 --report-size 4M
     option_share legacy -o xattr,cache=auto,sandbox=chroot
-    # The user must be able to read it, and the checkout may be in root's own directory.
-    read -ra binary <<<"$THRUWAY_DAEMON"
-    install -m 755 "${binary[0]}" "$work/daemon"
-    mkdir -p "$work/sockets"
-    chmod 777 "$work/sockets"
-    # shellcheck disable=SC2034  # start_daemon's
-    daemon_command="$(as_user)$work/daemon"
+    user_daemons
     option_share user
     option_share user-none --sandbox none
     option_share user-mapped --uid-map ":0:$user:1:" --gid-map ":0:$user:1:"
@@ -105,6 +99,38 @@ owner_is() {
 
 case_options_uml() { options_case uml; }
 case_options_qemu() { options_case qemu; }
+
+# user_daemons: the daemons that are started from now on run as an ordinary user.
+user_daemons() {
+    local binary
+    # The user must be able to read it, and the checkout may be in root's own directory.
+    read -ra binary <<<"$THRUWAY_DAEMON"
+    install -m 755 "${binary[0]}" "$work/daemon"
+    mkdir -p "$work/sockets"
+    chmod 777 "$work/sockets"
+    # shellcheck disable=SC2034  # start_daemon's
+    daemon_command="$(as_user)$work/daemon"
+}
+
+# An ordinary user's daemons keep owners in an extended attribute: what root of the guest has set belongs to that user on the host.
+ownership() {
+    local option_guests=() found
+    mkdir -p "$work"/shares/{kept,kept-none}
+    chown "$user:$user" "$work"/shares/*
+    user_daemons
+    option_share kept --ownership=xattr --xattr
+    option_share kept-none --ownership=xattr --xattr --sandbox=none
+    unset daemon_command
+    guest ownership --kind "$1" "${option_guests[@]}" "$guest_dir/ownership.py" /mnt
+    logs_are_clean "$work/daemons.logs"
+    found=$(find "$work/shares/kept" "$work/shares/kept-none" \( -not -uid "$user" -o -not -gid "$user" -o -not -type l \
+        \( -perm /7022 -o -not -perm -600 -o -not -type f -not -type d \) \) -ls)
+    [[ -z $found ]] || fail "not as on a disk of an ordinary user: $found"
+    found=$(from_tree getfattr --only-values -n user.containers.override_stat "$work/shares/kept-none/root/etc/shadow")
+    [[ $found == 0:42:0640:file ]] || fail "the attribute is $found"
+}
+case_ownership_uml() { ownership uml; }
+case_ownership_qemu() { ownership qemu; }
 
 # privileges KIND: set-user-ID and set-group-ID bits and file capabilities, in each cache mode, as on the guest's own tmpfs.
 privileges() {
