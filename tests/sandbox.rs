@@ -345,6 +345,14 @@ fn a_refused_id_is_said_once_with_the_option_that_maps_it() {
         let daemon = Daemon::start(true, &[sandbox, &translate_gid, &rule.replace(' ', "=")]);
         assert_eq!(give_away(&connect(&daemon), 1234, 1234), Ok(()), "{sandbox}");
         assert!(!daemon.log().contains("is refused"));
+        let daemon = Daemon::start(true, &[sandbox, "--ownership=xattr"]);
+        assert_eq!(give_away(&connect(&daemon), 1234, 1235), Ok(()), "{sandbox}");
+        let meta = fs::metadata(daemon.path("share/file")).unwrap();
+        assert_eq!((meta.uid(), meta.gid()), (uid, gid), "{sandbox}");
+        let mut value = [0; 64];
+        let n = rustix::fs::getxattr(daemon.path("share/file"), "user.containers.override_stat", &mut value).unwrap();
+        assert_eq!(&value[..n], b"1234:1235:0600:file");
+        assert!(!daemon.log().contains("is refused"));
         // A group alone.
         let daemon = Daemon::start(true, &[sandbox]);
         assert_eq!(give_away(&connect(&daemon), uid, 1234), Err(errno), "{sandbox}");

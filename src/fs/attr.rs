@@ -103,9 +103,10 @@ impl PassthroughFs {
     /// get DAX. `leased`: the guest hears of changes.
     pub(super) fn tell(&self, node: &Arc<Inode>, st: &Statx, leased: bool) -> (Attr, Duration) {
         let size = self.tell_size(node, st.stx_size);
-        let seen = self.seen(node, st);
-        let valid = self.attr_timeout(&seen, leased && !node.has_writers());
-        (Attr { size, flags: self.dax_flag(node, st), ..self.attr(&seen) }, valid)
+        let kept = self.keeps_owners().then(|| self.seen(node, st));
+        let seen = kept.as_ref().unwrap_or(st);
+        let valid = self.attr_timeout(seen, leased && !node.has_writers());
+        (Attr { size, flags: self.dax_flag(node, st), ..self.attr(seen) }, valid)
     }
 
     fn attr_out(&self, node: &Arc<Inode>, st: &Statx, leased: bool) -> AttrOut {
@@ -259,8 +260,9 @@ impl PassthroughFs {
         };
         tracing::warn!(
             "the guest's {kind} {guest}, the daemon's {kind} {host}, is refused: an ordinary user's daemon can neither \
-             act as it nor give files to it; --{option}-map gives the daemon ids of /etc/sub{option}, and \
-             --translate-{option} squash-guest:0:{own}:4294967295 makes all files the daemon's own; this is said once"
+             act as it nor give files to it; --{option}-map gives the daemon ids of /etc/sub{option}, \
+             --translate-{option} squash-guest:0:{own}:4294967295 makes all files the daemon's own, and \
+             --ownership=xattr keeps ids in an attribute; this is said once"
         );
     }
 

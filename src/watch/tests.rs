@@ -76,6 +76,10 @@ fn the_host_process() {
                 .append(true)
                 .open(path)
                 .is_ok_and(|mut file| file.write_all(text.as_bytes()).is_ok()),
+            ["owner", path, value] => {
+                let flags = rustix::fs::XattrFlags::empty();
+                rustix::fs::setxattr(path, "user.containers.override_stat", value.as_bytes(), flags).is_ok()
+            }
             ["chmod", path, mode] => {
                 fs::set_permissions(path, fs::Permissions::from_mode(u32::from_str_radix(mode, 8).unwrap())).is_ok()
             }

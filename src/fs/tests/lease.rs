@@ -15,9 +15,9 @@ use thruway_guest::protocol::{Batch, Change, Done, MARKER, Place, VERSION, ops};
 
 use super::*;
 use crate::agent::{Look, Made};
-use crate::fs::CachePolicy;
 use crate::fs::host::HostFs;
 use crate::fs::lease::Point;
+use crate::fs::{CachePolicy, Ownership};
 use crate::fuse::ops::Repeats;
 use crate::watch::tests::{Host, LONG, make, places};
 use crate::watch::{Step, Watch};
@@ -673,6 +673,20 @@ fn a_file_with_several_links_is_marked_itself() {
     assert_eq!(valid(&f), (L, L));
     Host::start().run("append", &[&path("out/g")], "x");
     ears.hears("a write by the other link", |change| change.has(ops::CONTENTS) && change.node == f.nodeid);
+}
+
+#[test]
+fn an_owner_in_an_attribute_is_leased_as_the_attributes_are() {
+    const L: u64 = LEASE.as_secs();
+    let config = Config { ownership: Ownership::Xattr, ..Config::default() };
+    let (s, ears) = leased(&std::env::temp_dir(), config, 100);
+    make(&s.dir.path().join("f"));
+    let f = s.lookup(c"f").unwrap();
+    assert_eq!(valid(&f), (L, L));
+    let path = s.dir.path().join("f");
+    assert!(Host::start().run("owner", &[&path], "7:8:0600:file"));
+    ears.hears("another owner", |change| change.has(ops::ATTRIBUTES) && change.node == f.nodeid);
+    assert_eq!(s.fs.getattr(f.nodeid, None).unwrap().attr.uid, 7);
 }
 
 #[test]

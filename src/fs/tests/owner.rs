@@ -172,6 +172,8 @@ fn whoever_changes_a_file_takes_its_set_id_bits() {
         let s = kept(Config::default());
         // The guest is to clear them where it can.
         assert!(!s.fs.init(flags).unwrap().flags.contains(InitFlags::HANDLE_KILLPRIV_V2));
+        let error = s.fs.load(InitFlags::HANDLE_KILLPRIV_V2, &[]).unwrap_err();
+        assert!(error.to_string().contains("--ownership=xattr"));
         s.put("f", b"data");
         let (node, fh) = s.open(c"f", libc::O_RDWR);
         s.set(node, SetattrValid::MODE, 0, 0, 0o6755).unwrap();
