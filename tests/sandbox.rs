@@ -360,6 +360,39 @@ fn a_refused_id_is_said_once_with_the_option_that_maps_it() {
     }
 }
 
+/// As in a container without CAP_SYS_ADMIN and CAP_SETPCAP.
+#[test]
+fn root_without_some_capabilities_serves_or_says_what_helps() {
+    if !needs_root() {
+        return;
+    }
+    for (sandbox, dropped, serves) in [
+        ("namespace", "-setpcap", true),
+        ("namespace", "-sys_admin,-setpcap", false),
+        ("chroot", "-sys_admin,-setpcap", true),
+        ("none", "-all", true),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let (share, socket) = (dir.path().join("share"), dir.path().join("socket"));
+        fs::create_dir(&share).unwrap();
+        let log = fs::File::create(dir.path().join("log")).unwrap();
+        let mut command = Command::new("setpriv");
+        command.arg(format!("--bounding-set={dropped}")).arg("--inh-caps=-all").arg(env!("CARGO_BIN_EXE_thruwayd"));
+        command.arg("--shared-dir").arg(&share).arg("--socket-path").arg(&socket).args(["--sandbox", sandbox]);
+        command.arg("--ownership=xattr").stdin(Stdio::null()).stderr(log);
+        let mut daemon = Daemon { child: command.spawn().unwrap(), dir };
+        if !serves {
+            assert_eq!(daemon.child.wait().unwrap().code(), Some(1));
+            assert!(daemon.log().contains("give the daemon CAP_SYS_ADMIN, or use --sandbox chroot or none"));
+            continue;
+        }
+        daemon.wait_until("it serves", |d| d.log().contains("Waiting for vhost-user socket connection"));
+        let guest = Frontend::connect(&socket, Options::default()).unwrap();
+        guest.fuse_init(u64::MAX).unwrap();
+        assert_eq!(give_away(&guest, 1234, 1235), Ok(()), "{sandbox} {dropped}");
+    }
+}
+
 /// A directory that is mounted on itself as a shared mount, so that later mounts in it appear in other namespaces.
 /// Dropping it unmounts it.
 struct SharedMount(PathBuf);

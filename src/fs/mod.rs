@@ -73,7 +73,7 @@ pub use inspect::{InodeFacts, InodeOrder};
 use lease::{ChangeForwarder, Leases};
 use listing::Listings;
 use lock::Locks;
-pub use probe::{Probe, probe};
+pub use probe::{Probe, keeps_owners, probe};
 #[cfg(test)]
 pub(crate) use sys::{file_id, truncate};
 

@@ -9,9 +9,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 
 use rustix::fs::{AtFlags, CWD, OFlags, StatxFlags, statx};
+use rustix::thread::{CapabilitySet, capabilities};
 use serde_json::json;
 use thruway::device::Urings;
-use thruway::fs::probe;
+use thruway::fs::{keeps_owners, probe};
 use thruway::sandbox::{self, Sandbox, caps, cgroup, seccomp};
 use thruway::window::Stores;
 use thruway::window::proxy::{self, Guard, GuardMode, Kind, Proxy};
@@ -23,6 +24,8 @@ use crate::{Result, qemu};
 pub enum Need {
     /// The daemon can isolate itself.
     Sandbox,
+    /// Files of the share can belong to all users of the guest.
+    Ids,
     /// Reads that wait for a disk hold up no queue, and take no thread.
     IoUring,
     /// DAX and passthrough windows.
@@ -35,6 +38,8 @@ pub enum Need {
     Memory,
     /// Files are named by handle instead of by descriptor.
     FileHandles,
+    /// Owners can be kept in an extended attribute.
+    Ownership,
     /// A guest with the agent hears of the host's changes.
     Watch,
     /// Files can be mapped into windows.
@@ -47,12 +52,14 @@ impl Need {
     const fn name(self) -> &'static str {
         match self {
             Self::Sandbox => "sandbox",
+            Self::Ids => "ids",
             Self::IoUring => "io-uring",
             Self::Windows => "windows",
             Self::Guard => "guard",
             Self::Qemu => "qemu",
             Self::Memory => "memory",
             Self::FileHandles => "file-handles",
+            Self::Ownership => "ownership",
             Self::Watch => "watch",
             Self::Mapping => "mapping",
             Self::Passthrough => "passthrough",
@@ -154,7 +161,7 @@ fn entries(lines: &[Line]) -> Vec<serde_json::Value> {
 
 type Windows = std::result::Result<Proxy, sandbox::Error>;
 
-fn host(shared_dir: &Path, windows: &Windows, qemu: &str) -> [(Need, Found); 6] {
+fn host(shared_dir: &Path, windows: &Windows, qemu: &str) -> [(Need, Found); 7] {
     let guard = match windows {
         Ok(proxy) => match (proxy.guard(), proxy.shared_group()) {
             (Guard::On, None) => {
@@ -191,6 +198,7 @@ fn host(shared_dir: &Path, windows: &Windows, qemu: &str) -> [(Need, Found); 6] 
     };
     [
         (Need::Sandbox, sandbox(shared_dir)),
+        (Need::Ids, ids()),
         (Need::IoUring, uring),
         (Need::Windows, made),
         (Need::Guard, guard),
@@ -221,6 +229,59 @@ fn memory(limit: Option<cgroup::Limit>, all: u64) -> Found {
         ),
         "raise the limit above the guest's memory",
     )
+}
+
+/// Whether a daemon of this user can give files to users of the guest.
+fn ids() -> Found {
+    let user = rustix::process::geteuid().as_raw();
+    let read = |file: &str| fs::read_to_string(file).unwrap_or_default();
+    if user == 0 {
+        let needed = CapabilitySet::CHOWN | CapabilitySet::SETUID | CapabilitySet::SETGID;
+        let all = capabilities(None).is_ok_and(|caps| caps.permitted.contains(needed));
+        let mapped = read("/proc/self/uid_map");
+        return match all && ids_of(&mapped) > 1 {
+            true => Ok("files can belong to all users of the guest".into()),
+            false => missing(
+                "root has not all of CAP_CHOWN, CAP_SETUID and CAP_SETGID here, or only one user exists: files of the \
+                 share belong to that user",
+                "a container with them and with more users, or --ownership=xattr",
+            ),
+        };
+    }
+    let name = user_name(&read("/etc/passwd"), user);
+    let granted = |file: &str| subordinate(&read(file), user, name.as_deref());
+    let has = |program| {
+        let mut paths = std::env::var_os("PATH").iter().flat_map(std::env::split_paths).collect::<Vec<_>>().into_iter();
+        paths.any(|path| path.join(program).is_file())
+    };
+    match (granted("/etc/subuid"), granted("/etc/subgid")) {
+        (Some(uids), Some(gids)) if has("newuidmap") && has("newgidmap") => {
+            Ok(format!("files can belong to many users of the guest: --uid-map :0:{uids}: --gid-map :0:{gids}:"))
+        }
+        _ => missing(
+            "files of the share can belong to this user alone, and a guest that gives them to others gets an error",
+            "ranges of ids for this user in /etc/subuid and /etc/subgid, and newuidmap and newgidmap; or \
+             --ownership=xattr",
+        ),
+    }
+}
+
+/// How many ids a uid_map has.
+fn ids_of(map: &str) -> u64 {
+    map.lines().filter_map(|line| line.split_whitespace().nth(2)?.parse::<u64>().ok()).sum()
+}
+
+fn user_name(passwd: &str, user: u32) -> Option<String> {
+    let line = passwd.lines().find(|line| line.split(':').nth(2) == Some(&user.to_string()))?;
+    line.split(':').next().map(str::to_owned)
+}
+
+/// The first range that /etc/subuid or /etc/subgid grants to a user: `FIRST:COUNT`.
+fn subordinate(text: &str, user: u32, name: Option<&str>) -> Option<String> {
+    text.lines().find_map(|line| {
+        let (who, range) = line.split_once(':')?;
+        (Some(who) == name || who == user.to_string()).then(|| range.trim().to_owned())
+    })
 }
 
 /// Has another process enter the sandbox: whoever enters it does not come back.
@@ -292,7 +353,7 @@ impl Dir {
         kind(&mounts, id).unwrap_or_else(|| "an unknown file system".into())
     }
 
-    fn lines(&self, windows: &Windows) -> [(Need, Found); 5] {
+    fn lines(&self, windows: &Windows) -> [(Need, Found); 6] {
         let probe = probe(self.dir.as_fd());
         let handles = match probe.handles {
             Ok(()) => Ok("files that the guest knows cost no descriptors".into()),
@@ -341,11 +402,23 @@ impl Dir {
         });
         [
             (Need::FileHandles, handles),
+            (Need::Ownership, self.ownership()),
             (Need::Watch, watch),
             (Need::Mapping, mapping),
             (Need::Guard, guard),
             (Need::Passthrough, passthrough),
         ]
+    }
+
+    fn ownership(&self) -> Found {
+        let kept = self.file.as_ref().map_err(|e| io::Error::new(e.kind(), e.to_string()));
+        match kept.and_then(|file| keeps_owners(file.as_fd())) {
+            Ok(()) => Ok("an ordinary user's daemon keeps the guest's owners with --ownership=xattr".into()),
+            Err(e) => missing(
+                format!("--ownership=xattr does not work here: {e}"),
+                "a directory that this user may write to, on ext4, XFS, Btrfs, F2FS, or tmpfs since Linux 6.6",
+            ),
+        }
     }
 
     /// Has a file mapped as the daemon would, without a guest. Whether it is guarded.
@@ -402,6 +475,18 @@ mod tests {
         assert!(memory(None, 8).is_ok() && memory(limit(9), 8).is_ok());
         assert!(memory(limit(7), 8).is_err_and(|missing| missing.why.contains("7 bytes of memory (/g/memory.max)")));
         assert!((1 << 20..u64::MAX).contains(&host_memory()));
+    }
+
+    #[test]
+    fn ranges_of_ids_are_found_by_name_and_by_number() {
+        let passwd = "root:x:0:0::/root:/bin/sh\nann:x:1000:1000::/home/ann:/bin/sh\n";
+        let name = user_name(passwd, 1000);
+        assert_eq!((name.as_deref(), user_name(passwd, 1)), (Some("ann"), None));
+        let text = "anna:1:2\nann:100000:65536\n1001:165536:65536\n";
+        assert_eq!(subordinate(text, 1000, name.as_deref()).as_deref(), Some("100000:65536"));
+        assert_eq!(subordinate(text, 1001, None).as_deref(), Some("165536:65536"));
+        assert_eq!(subordinate(text, 1002, Some("bob")), None);
+        assert_eq!((ids_of("         0       1000          1\n"), ids_of("0 1000 1\n1 100000 65536\n")), (1, 65537));
     }
 
     #[test]

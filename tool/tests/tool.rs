@@ -48,6 +48,45 @@ fn check_leaves_no_process_behind() {
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
 }
 
+/// What `thruway check` says of these, by `setpriv` with these options.
+fn checked_by(options: &[&str], names: [&str; 2]) -> [(bool, String); 2] {
+    let dir = tempfile::tempdir().unwrap();
+    let open = fs::Permissions::from_mode(0o777);
+    fs::set_permissions(dir.path(), open).unwrap();
+    // A copy, since the user may have no access to the build directory. cp(1) makes it: if this process did, another
+    // test's fork(2) could inherit the file open for writing, and it could not be executed.
+    let program = dir.path().join("thruway");
+    assert!(Command::new("cp").arg(env!("CARGO_BIN_EXE_thruway")).arg(&program).status().unwrap().success());
+    let mut command = Command::new("setpriv");
+    command.args(options).arg(&program).arg("check").arg(dir.path()).args(["--qemu=false", "--json"]);
+    let output = command.stdin(Stdio::null()).output().unwrap();
+    let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let checks: Vec<_> = ["host", "dir"].iter().map(|of| &json[of]).collect();
+    let checks = checks[0].as_array().unwrap().iter().chain(checks[1]["checks"].as_array().unwrap());
+    let checks: Vec<_> = checks.collect();
+    names.map(|name| {
+        let check = checks.iter().find(|check| check["name"] == name).unwrap();
+        (check["ok"].as_bool().unwrap(), check["cure"].as_str().unwrap_or_default().to_owned())
+    })
+}
+
+#[test]
+fn check_names_what_cannot_be_had_without_root() {
+    if !geteuid().is_root() {
+        return;
+    }
+    let nobody = ["--reuid=54321", "--regid=54321", "--clear-groups", "--bounding-set=-all"];
+    let [(ids, cure), (ownership, _)] = checked_by(&nobody, ["ids", "ownership"]);
+    assert!(!ids && cure.contains("/etc/subuid") && cure.contains("--ownership=xattr"), "{cure}");
+    assert!(ownership);
+    let [(ids, cure), (sandbox, other)] =
+        checked_by(&["--bounding-set=-sys_admin,-setpcap,-chown", "--inh-caps=-all"], ["ids", "sandbox"]);
+    assert!(!ids && cure.contains("--ownership=xattr"), "{cure}");
+    assert!(!sandbox && other.contains("--sandbox chroot"), "{other}");
+    let [(ids, _), (sandbox, _)] = checked_by(&["--bounding-set=-setpcap"], ["ids", "sandbox"]);
+    assert!(ids && sandbox);
+}
+
 #[test]
 fn what_is_required_decides_the_status() {
     let check = |args: &[&str]| thruway().arg("check").args(["--qemu=false"]).args(args).output().unwrap();
