@@ -332,11 +332,13 @@ fn a_refused_id_is_said_once_with_the_option_that_maps_it() {
             guest
         };
         let translate_gid = format!("--translate-gid=squash-guest:0:{gid}:4294967295");
-        let daemon = Daemon::start(true, &[sandbox, &translate_gid]);
+        let mut daemon = Daemon::start(true, &[sandbox, &translate_gid]);
         let guest = connect(&daemon);
         for user in [1234, 1235] {
             assert_eq!(give_away(&guest, user, 1234), Err(errno), "{sandbox}");
         }
+        // The log has a thread of its own.
+        daemon.wait_until("it is said", |d| d.log().contains("is refused"));
         let log = daemon.log();
         let rule = format!("--translate-uid squash-guest:0:{uid}:4294967295");
         let said: Vec<_> = log.lines().filter(|line| line.contains("is refused")).collect();
@@ -354,9 +356,10 @@ fn a_refused_id_is_said_once_with_the_option_that_maps_it() {
         assert_eq!(&value[..n], b"1234:1235:0600:file");
         assert!(!daemon.log().contains("is refused"));
         // A group alone.
-        let daemon = Daemon::start(true, &[sandbox]);
+        let mut daemon = Daemon::start(true, &[sandbox]);
         assert_eq!(give_away(&connect(&daemon), uid, 1234), Err(errno), "{sandbox}");
-        assert!(daemon.log().contains("the guest's group 1234,") && daemon.log().contains("--translate-gid"));
+        daemon.wait_until("it is said", |d| d.log().contains("the guest's group 1234,"));
+        assert!(daemon.log().contains("--translate-gid"));
     }
 }
 
