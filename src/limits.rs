@@ -151,6 +151,18 @@ pub const RESTORED_MOUNTS: usize = 100_000;
 /// (`--rlimit-nofile`). This limits what a damaged `fh` can cost to 100 MiB.
 pub const RESTORED_HANDLES: u32 = 1 << 20;
 
+/// Live mappings in all windows together. QEMU ends the whole VM at 512 memory regions (assertion in
+/// vhost_user_add_remove_regions); 64 are left for its RAM, its ROMs and its other devices.
+pub const WINDOW_MAPPINGS: usize = 448;
+
+/// Mappings of one file in the passthrough window. Each but the first makes the slot longer, mostly to twice its
+/// length, so 2 MiB become 256. A file that needs more moves.
+pub const FILE_MAPPINGS: usize = 8;
+
+/// Entries of the backing table, its header among them: far more than there can be slots ([`WINDOW_MAPPINGS`]), since
+/// revoked files keep their entries. Further files are served by messages.
+pub const TABLE_ENTRIES: u32 = 4096;
+
 /// Requests of one guest that wait for the mapper: SETUPMAPPING, REMOVEMAPPING, and the first open of a file with
 /// passthrough. In a guest that behaves, a process waits for each of them, and few guests have so many threads waiting
 /// at once. The largest takes 4 KiB (a number for each possible mapping), all of them 16 MiB. The next request gets

@@ -157,7 +157,7 @@ pub struct Options {
     /// The number of mappings in the windows at a time (at most 448: QEMU ends a virtual machine with 512 memory
     /// regions)
     #[arg(help_heading = "Windows", long, display_order = 105, value_name = "N", default_value_t = DEFAULT_MAPPINGS,
-          value_parser = clap::value_parser!(u16).range(1..=window::MAX_MAPPINGS as i64))]
+          value_parser = clap::value_parser!(u16).range(1..=limits::WINDOW_MAPPINGS as i64))]
     pub max_mappings: u16,
 
     /// Protect the virtual machine from host processes that truncate a mapped file
@@ -322,7 +322,7 @@ impl Options {
                  or raise --max-mappings (up to {})",
                 self.max_mappings,
                 (most >> 20).checked_ilog2().map_or(0, |log| 1 << log),
-                window::MAX_MAPPINGS
+                limits::WINDOW_MAPPINGS
             ));
         }
         self.check_windows()?;

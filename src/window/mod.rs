@@ -55,10 +55,6 @@ pub const RANGE_SHIFT: u16 = 21;
 /// mapping must be aligned to it, so that there are never more mappings than the window has ranges.
 pub const RANGE: u64 = 1 << RANGE_SHIFT;
 
-/// The most live mappings. QEMU ends the whole VM at 512 memory regions (assertion in vhost_user_add_remove_regions);
-/// 64 are left for its RAM, its ROMs and its other devices.
-pub const MAX_MAPPINGS: usize = 448;
-
 /// The shared memory regions of one device.
 pub struct Window {
     /// Size of the DAX window in bytes. 0 if there is none.

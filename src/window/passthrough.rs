@@ -18,8 +18,9 @@ use super::jobs::{EntryJob, Jobs, SlotJob};
 use super::mtime::{DeferredMtime, Touch};
 use super::reservation::{Stores, hole};
 use super::sys;
-use super::table::{Change, ENTRIES, EntryState, Filled, LEN, Line, Look, Table};
+use super::table::{Change, EntryState, Filled, LEN, Line, Look, Table};
 use crate::fuse::ops::{Answer, Result};
+use crate::limits::TABLE_ENTRIES;
 
 /// For which files the guest may store in place (`--passthrough-writable`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
@@ -108,7 +109,7 @@ impl Node {
 
 impl Nodes {
     fn new() -> Self {
-        Self { session: 0, known: HashMap::new(), free: (1..ENTRIES).collect(), tick: 0 }
+        Self { session: 0, known: HashMap::new(), free: (1..TABLE_ENTRIES).collect(), tick: 0 }
     }
 
     /// Gives an entry back, if its session is this one.
@@ -178,7 +179,7 @@ impl Passthrough {
         let new = Nodes { session: nodes.session + 1, ..Nodes::new() };
         let ended = std::mem::replace(&mut *nodes, new);
         self.on.store(false, Ordering::Release);
-        (1..ENTRIES).for_each(|index| self.note_stores(index, self.table.entry(index).nodeid));
+        (1..TABLE_ENTRIES).for_each(|index| self.note_stores(index, self.table.entry(index).nodeid));
         self.table.clear();
         drop(nodes);
         self.times.set_soon();
@@ -874,6 +875,15 @@ mod tests {
         }
 
         fn failed(&self, _errno: Errno) {}
+    }
+
+    #[test]
+    fn files_without_an_entry_are_served_by_messages() {
+        let file = full_file("/dev/shm");
+        let pass = Arc::new(passing(&file));
+        pass.nodes.lock().free.truncate(1);
+        let open = |node| pass.open(node, file.as_fd(), Some(Arc::new(NoFile)));
+        assert!(open(NODE + 1) == Poll::Pending && open(NODE + 2) == Poll::Ready(None));
     }
 
     #[test]

@@ -20,6 +20,7 @@ use super::table::{Change, EntryState};
 use super::turn::Slow;
 use super::{RANGE, table};
 use crate::fuse::ops::Result;
+use crate::limits::FILE_MAPPINGS;
 
 /// How often to look for acknowledgements while one is missing: a host process or a file that needs a longer slot waits
 /// for it. After [`STUCK`] they are what nobody waits for.
@@ -46,10 +47,6 @@ const OPENING: Duration = Duration::from_millis(if cfg!(fuzzing) { 0 } else { 15
 /// How long the slots that are to become free are waited for before others are taken away too: the guest may hold pages
 /// of one for as long as it likes.
 const STUCK: Duration = Duration::from_secs(1);
-
-/// The most mappings that one file has: the frontend has room for [`MAX_MAPPINGS`](super::MAX_MAPPINGS) in all. Each
-/// but the first makes the slot longer, mostly to twice its length, so 2 MiB become 256. A file that needs more moves.
-const PIECES: usize = 8;
 
 /// What [`Slots::reserve`] says if there is no room in the window now, and if there never is.
 const FULL: Errno = Errno::NOBUFS;
@@ -638,7 +635,7 @@ impl Slots {
     fn room_behind(&mut self, index: u32, size: u64) -> Option<u64> {
         let held = self.known.get(&index)?.held.as_ref()?;
         let at = held.at;
-        if held.pieces.len() >= PIECES {
+        if held.pieces.len() >= FILE_MAPPINGS {
             return None;
         }
         let kept = self.kept();

@@ -14,18 +14,16 @@ use vm_memory::mmap::MmapRegion;
 use vm_memory::{AtomicAccess, Bytes, FileOffset, VolatileMemory};
 
 use super::RANGE;
+use crate::limits::TABLE_ENTRIES;
 
 /// Bytes of region 2: the least that leaves a multiple of 2 MiB for region 1.
 pub const LEN: u64 = RANGE;
-
-/// Entries, with the header: far more than there can be slots, since revoked files keep their entries.
-pub const ENTRIES: u32 = 4096;
 
 /// Bytes of the header and of each entry.
 const ENTRY_SIZE: u32 = 64;
 
 /// Where the guest's words begin, one group for each entry.
-const GUEST_OFFSET: u32 = ENTRIES * ENTRY_SIZE;
+const GUEST_OFFSET: u32 = TABLE_ENTRIES * ENTRY_SIZE;
 
 /// Bytes of each group.
 const GUEST_SIZE: u32 = 16;
@@ -40,7 +38,7 @@ const MAGIC: u64 = u64::from_le_bytes(*b"FUSE_WIN");
 const VERSION: u32 = 2;
 
 /// Offsets in the header.
-const HEADER: [(usize, u32); 4] = [(8, VERSION), (12, ENTRY_SIZE), (16, ENTRIES), (20, GUEST_OFFSET)];
+const HEADER: [(usize, u32); 4] = [(8, VERSION), (12, ENTRY_SIZE), (16, TABLE_ENTRIES), (20, GUEST_OFFSET)];
 const REVOCATIONS: usize = 24;
 /// The host's page size in bytes: the last page of a file ends there, so that a guest with larger pages cannot use it.
 const PAGE_SIZE: usize = 28;
@@ -305,8 +303,8 @@ impl Table {
         // If somebody cut off a page, this process would get SIGBUS.
         fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         let memory = MmapRegion::from_file(FileOffset::new(fd.into(), 0), LEN as usize).map_err(io::Error::other)?;
-        let lines = (0..ENTRIES).map(|_| Mutex::default()).collect();
-        let looks = (0..ENTRIES).map(|_| Mutex::default()).collect();
+        let lines = (0..TABLE_ENTRIES).map(|_| Mutex::default()).collect();
+        let looks = (0..TABLE_ENTRIES).map(|_| Mutex::default()).collect();
         let (revocations, all_revocations) = Default::default();
         let table = Self { memory, lines, looks, revocations, all_revocations };
         table.clear();
@@ -322,7 +320,7 @@ impl Table {
     pub fn clear(&self) {
         *self.revocations.lock() = 0;
         self.put(REVOCATIONS, 0u32, Ordering::Relaxed);
-        for index in 1..ENTRIES {
+        for index in 1..TABLE_ENTRIES {
             self.update(index, |line| *line = Line { seq: line.seq, life: line.life + 1, ..Line::default() });
             [ACK, STORED, USED].iter().for_each(|word| self.put(guest_at(index, *word), 0u32, Ordering::Relaxed));
         }
@@ -358,7 +356,7 @@ impl Table {
 
     /// The entries that are not free, by index.
     pub fn known(&self) -> Vec<(u32, Entry)> {
-        let all = (1..ENTRIES).map(|index| (index, self.entry(index)));
+        let all = (1..TABLE_ENTRIES).map(|index| (index, self.entry(index)));
         all.filter(|(_, entry)| entry.state != EntryState::Free).collect()
     }
 
@@ -462,10 +460,10 @@ fn write(at: usize, to: &impl Words, line: &mut Line) {
 
 /// Where one of the guest's words of an entry is.
 fn guest_at(index: u32, word: u32) -> usize {
-    (GUEST_OFFSET + GUEST_SIZE * (index % ENTRIES) + word) as usize
+    (GUEST_OFFSET + GUEST_SIZE * (index % TABLE_ENTRIES) + word) as usize
 }
 
-const _: () = assert!(GUEST_OFFSET as u64 + (GUEST_SIZE * ENTRIES) as u64 <= LEN && ENTRIES <= 65536);
+const _: () = assert!(GUEST_OFFSET as u64 + (GUEST_SIZE * TABLE_ENTRIES) as u64 <= LEN && TABLE_ENTRIES <= 65536);
 
 #[cfg(test)]
 mod tests {

@@ -149,7 +149,7 @@ impl Options {
         add("passthrough-window", passthrough);
         // Each 2 MiB of the DAX window may take a mapping; passed-through files need some beside them.
         let wanted = dax.div_ceil(thruway::window::RANGE) + if passthrough > 0 { FILES } else { 0 };
-        let most = thruway::window::MAX_MAPPINGS as u64;
+        let most = thruway::limits::WINDOW_MAPPINGS as u64;
         if wanted > DEFAULT_MAPPINGS {
             options.push(format!("--max-mappings={}", wanted.min(most)));
         }
