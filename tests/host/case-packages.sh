@@ -225,8 +225,7 @@ guest_package() {
     [[ $(in_machine agent systemctl is-enabled thruway-guest.service) == enabled ]] || fail 'the agent does not start with the system'
     in_machine agent systemd-analyze verify --man=no thruway-guest.service || fail "the agent's unit is not valid"
     in_machine agent /$program --version || fail 'the packaged agent does not run'
-    with_agent
-    cp "$work/agent/root/$program" "$guest_dir/thruway-guest"
+    with_agent "$work/agent/root/$program"
     in_machine agent dpkg --purge thruway-guest || fail 'dpkg does not remove the agent'
     # The tree has dpkg's packages: rpm knows of no libc there.
     rpm=(rpm --root "$work/agent/root" --dbpath /var/lib/rpm --nodeps)

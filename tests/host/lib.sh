@@ -42,10 +42,10 @@ note() { printf 'note: %s\n' "$*"; }
 pick() { if [[ $SOAK ]]; then echo "$2"; else echo "$1"; fi; }
 make_share() { mkdir -m 755 "$work/$1"; }
 
-# with_agent: the guests of this case find the agent in /host, and their scripts start it.
+# with_agent [PROGRAM]: the guests of this case find the agent in /host, and their scripts start it.
 with_agent() {
     mkdir "$work/guest"
-    cp "$guest_dir"/* "$root/target/release/thruway-guest" "$work/guest"
+    cp "$guest_dir"/* "${1-$root/target/release/thruway-guest}" "$work/guest"
     guest_dir=$work/guest
 }
 
