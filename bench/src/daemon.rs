@@ -1,7 +1,7 @@
 //! Daemons under test, and the resources that they use.
 
 use std::fs;
-use std::ops::Sub;
+use std::ops::{Add, Sub};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -119,6 +119,17 @@ impl Usage {
             self.context_switches += context_switches(&task.path().join("status")).unwrap_or(0);
             let children = fs::read_to_string(task.path().join("children")).unwrap_or_default();
             children.split_whitespace().filter_map(|child| child.parse().ok()).for_each(|child| self.add_tree(child));
+        }
+    }
+}
+
+impl Add for Usage {
+    type Output = Self;
+
+    fn add(self, more: Self) -> Self {
+        Self {
+            cpu_seconds: self.cpu_seconds + more.cpu_seconds,
+            context_switches: self.context_switches + more.context_switches,
         }
     }
 }

@@ -49,6 +49,8 @@ pub struct Plan {
     pub queues: usize,
     /// Operations in flight on each queue.
     pub depth: usize,
+    /// How long after an operation of a queue the next one is due. `None`: at once. Only with a depth of 1.
+    pub every: Option<Duration>,
     pub warm_up: Duration,
     pub time: Duration,
 }
@@ -64,6 +66,35 @@ pub struct Measured {
     pub latency: Histogram<u64>,
     /// The daemon's CPU time and context switches. `None` if its process is not known.
     pub usage: Option<Usage>,
+}
+
+impl Measured {
+    fn add(&mut self, other: &Self) {
+        self.seconds = self.seconds.max(other.seconds);
+        self.ops += other.ops;
+        self.requests += other.requests;
+        self.bytes += other.bytes;
+        let _ = self.latency.add(&other.latency);
+        self.usage = self.usage.zip(other.usage).map(|(usage, more)| usage + more);
+    }
+}
+
+/// Measures a workload with all these daemons at a time. The figures are of all together.
+///
+/// # Errors
+/// The first of those of [`Session::measure`].
+pub fn measure(sessions: &mut [Session], name: &str, plan: &Plan) -> Result<Measured> {
+    let measured = std::thread::scope(|scope| {
+        let all: Vec<_> = sessions.iter_mut().map(|session| scope.spawn(|| session.measure(name, plan))).collect();
+        let join =
+            |one: std::thread::ScopedJoinHandle<_>| one.join().unwrap_or_else(|_| Err("a guest panicked".into()));
+        all.into_iter().map(join).collect::<Result<Vec<Measured>>>()
+    })?;
+    let sum = measured.into_iter().reduce(|mut sum, one| {
+        sum.add(&one);
+        sum
+    });
+    sum.ok_or_else(|| "there is no daemon to measure".into())
 }
 
 /// A daemon with its share, and the guest that it serves.
@@ -117,7 +148,7 @@ impl Session {
                 let mine: Vec<_> = lanes.drain(..plan.depth).collect();
                 let (phase, counted) = (&phase, &counted);
                 workers.push(scope.spawn(move || {
-                    drive(frontend, slots, forgets, mine, phase, counted)
+                    drive(frontend, slots, forgets, mine, plan.every, (phase, counted))
                         .inspect_err(|_| phase.store(OVER, Ordering::Relaxed))
                 }));
             }
@@ -164,6 +195,17 @@ fn wait(phase: &AtomicU8, time: Duration) {
     }
 }
 
+/// Sleeps until then, or until the run is over. Returns when an operation that is due then begins: what is late counts
+/// from when it was due.
+fn sleep_until(due: Instant, phase: &AtomicU8) -> Instant {
+    let left = due.saturating_duration_since(Instant::now());
+    if left.is_zero() {
+        return due;
+    }
+    wait(phase, left);
+    Instant::now()
+}
+
 struct Tally {
     ops: u64,
     requests: u64,
@@ -193,8 +235,8 @@ fn drive(
     slots: &mut Slots,
     forgets: &Forgets,
     mut lanes: Vec<Lane>,
-    phase: &AtomicU8,
-    counted: &AtomicBool,
+    every: Option<Duration>,
+    (phase, counted): (&AtomicU8, &AtomicBool),
 ) -> Result<Tally> {
     let lost = |e: std::io::Error| format!("the daemon does not answer: {e}");
     let (mut tally, mut forgotten, mut seen) = (Tally::new(), Vec::new(), WARM_UP);
@@ -227,8 +269,11 @@ fn drive(
                     let ns = lane.started.elapsed().as_nanos() as u64;
                     tally.latency.saturating_record(ns.max(1));
                 }
-                go_on = seen != OVER || !lane.script.is_at_rest();
-                lane.started = Instant::now();
+                lane.started = match every {
+                    Some(every) => sleep_until(lane.started + every, phase),
+                    None => Instant::now(),
+                };
+                go_on = phase.load(Ordering::Relaxed) != OVER || !lane.script.is_at_rest();
             }
             if go_on {
                 slots.submit(frontend, at, |ask| lane.script.next(ask)).map_err(lost)?;
@@ -248,4 +293,18 @@ fn drive(
 
 fn errno_text(errno: i32) -> String {
     std::io::Error::from_raw_os_error(errno).to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_late_counts_from_when_it_was_due() {
+        let due = Instant::now().checked_sub(Duration::from_millis(1)).unwrap();
+        assert_eq!(sleep_until(due, &AtomicU8::new(MEASURE)), due);
+        // The end of the run ends the sleep.
+        let due = Instant::now() + Duration::from_secs(3600);
+        assert!(sleep_until(due, &AtomicU8::new(OVER)) < due);
+    }
 }

@@ -9,7 +9,7 @@ use clap::Parser;
 use indicatif::{ProgressBar, ProgressStyle};
 use thruway_bench::daemon::Daemon;
 use thruway_bench::report::{self, Figures, Row};
-use thruway_bench::{NAMES, Plan, Result, Session, is_workload};
+use thruway_bench::{NAMES, Plan, Result, Session, is_workload, measure};
 
 /// Measures virtio-fs daemons without a VM
 ///
@@ -48,6 +48,17 @@ struct Options {
     /// How long the guest's CPUs poll before they sleep, in µs; KVM's default is 200 (halt_poll_ns)
     #[arg(long, value_name = "MAX", default_value_t = 0)]
     halt_poll_us: u32,
+
+    /// Measure so many daemons of a command at a time, each with a guest of its own; the figures are of all together
+    #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "socket",
+          value_parser = clap::value_parser!(u16).range(1..=1000))]
+    machines: u16,
+
+    /// Begin so many operations a second on each queue, instead of one as soon as another has ended; needs --depth 1
+    ///
+    /// An operation that had to begin late because the one before took long counts from when it was due.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    rate: Option<u32>,
 
     /// How long to measure each workload
     #[arg(long, default_value_t = 2.0, value_parser = parse_seconds)]
@@ -91,10 +102,14 @@ fn main() -> ExitCode {
 }
 
 fn run(options: &Options) -> Result<()> {
+    if options.rate.is_some() && options.depth != [1] {
+        return Err("--rate needs --depth 1: operations that are begun in time have no depth".into());
+    }
     let (daemons, names) = daemons(options)?;
     let deepest = options.depth.iter().copied().max().unwrap_or(1);
     let halt_poll = Duration::from_micros(options.halt_poll_us.into());
     let open = |daemon| Session::open(daemon, options.queues.into(), deepest.into(), halt_poll);
+    let open = |daemons: Vec<_>| daemons.into_iter().map(open).collect::<Result<Vec<_>>>();
     let mut sessions = daemons.into_iter().map(open).collect::<Result<Vec<_>>>()?;
     let bar = progress(options, sessions.len());
     let mut rows = Vec::new();
@@ -102,13 +117,14 @@ fn run(options: &Options) -> Result<()> {
         for workload in &options.workload {
             let depth = usize::from(*depth);
             let time = Duration::from_secs_f64(options.seconds);
-            let plan =
-                Plan { queues: options.queues.into(), depth, warm_up: Duration::from_secs_f64(options.warm_up), time };
+            let (warm_up, every) =
+                (Duration::from_secs_f64(options.warm_up), options.rate.map(|n| Duration::from_secs(1) / n));
+            let plan = Plan { queues: options.queues.into(), depth, every, warm_up, time };
             let mut figures: Vec<Figures> = sessions.iter().map(|_| Figures::default()).collect();
             for _ in 0..options.rounds {
-                for (session, figures) in sessions.iter_mut().zip(&mut figures) {
+                for (sessions, figures) in sessions.iter_mut().zip(&mut figures) {
                     bar.set_message(format!("{workload}, depth {depth}"));
-                    figures.push(&session.measure(workload, &plan)?);
+                    figures.push(&measure(sessions, workload, &plan)?);
                     bar.inc(1);
                 }
             }
@@ -116,7 +132,7 @@ fn run(options: &Options) -> Result<()> {
         }
     }
     bar.finish_and_clear();
-    sessions.into_iter().try_for_each(Session::close)?;
+    sessions.into_iter().flatten().try_for_each(Session::close)?;
     match (options.json, &options.compare) {
         (true, _) => println!("{:#}", report::json(&names, &rows)),
         (false, Some(_)) => {
@@ -130,13 +146,14 @@ fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// The daemons and their names in the report.
-fn daemons(options: &Options) -> Result<(Vec<Daemon>, Vec<String>)> {
+/// The daemons of each command, and the commands' names in the report.
+fn daemons(options: &Options) -> Result<(Vec<Vec<Daemon>>, Vec<String>)> {
     if let Some(socket) = &options.socket {
-        return Ok((vec![Daemon::join(socket.clone())], vec![socket.display().to_string()]));
+        return Ok((vec![vec![Daemon::join(socket.clone())]], vec![socket.display().to_string()]));
     }
     let commands: Vec<String> = options.compare.iter().flatten().chain(&options.command).cloned().collect();
-    let daemons = commands.iter().map(|command| Daemon::start(command)).collect::<Result<_>>()?;
+    let start = |command: &String| (0..options.machines).map(|_| Daemon::start(command)).collect();
+    let daemons = commands.iter().map(start).collect::<Result<_>>()?;
     Ok((daemons, commands))
 }
 

@@ -101,7 +101,7 @@ pub fn measure(table: &Table, rounds: u32, time: Duration) -> Result<Vec<Row>> {
     let mut sessions = CONTENDERS.iter().map(open).collect::<Result<Vec<_>>>()?;
     let mut rows = Vec::new();
     for wanted in table.rows {
-        let plan = Plan { queues: 1, depth: wanted.depth, warm_up: time / 5, time };
+        let plan = Plan { queues: 1, depth: wanted.depth, every: None, warm_up: time / 5, time };
         let mut row = Row {
             workload: wanted.workload.into(),
             depth: wanted.depth,
