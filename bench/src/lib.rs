@@ -69,6 +69,14 @@ pub struct Measured {
 }
 
 impl Measured {
+    fn new() -> Self {
+        // Times up to a minute, with three digits.
+        let latency =
+            Histogram::new_with_bounds(1, 60_000_000_000, 3).unwrap_or_else(|_| unreachable!("the bounds are good"));
+        Self { seconds: 0.0, ops: 0, requests: 0, bytes: 0, latency, usage: None }
+    }
+
+    /// Takes in what was measured at the same time.
     fn add(&mut self, other: &Self) {
         self.seconds = self.seconds.max(other.seconds);
         self.ops += other.ops;
@@ -162,13 +170,12 @@ impl Session {
             }
             phase.store(OVER, Ordering::Relaxed);
             let (after, seconds) = (self.daemon.usage(), start.elapsed().as_secs_f64());
-            let mut all = Tally::new();
+            let mut all = Measured::new();
             for worker in workers {
-                all.add(worker.join().unwrap_or_else(|_| Err("a worker panicked".into()))?);
+                all.add(&worker.join().unwrap_or_else(|_| Err("a worker panicked".into()))?);
             }
-            let Tally { ops, requests, bytes, latency } = all;
             let usage = after.zip(before).map(|(after, before)| after - before);
-            Ok(Measured { seconds, ops, requests, bytes, latency, usage })
+            Ok(Measured { seconds, usage, ..all })
         })
     }
 
@@ -206,29 +213,6 @@ fn sleep_until(due: Instant, phase: &AtomicU8) -> Instant {
     Instant::now()
 }
 
-struct Tally {
-    ops: u64,
-    requests: u64,
-    bytes: u64,
-    latency: Histogram<u64>,
-}
-
-impl Tally {
-    fn new() -> Self {
-        // Times up to a minute, with three digits.
-        let latency =
-            Histogram::new_with_bounds(1, 60_000_000_000, 3).unwrap_or_else(|_| unreachable!("the bounds are good"));
-        Self { ops: 0, requests: 0, bytes: 0, latency }
-    }
-
-    fn add(&mut self, other: Self) {
-        self.ops += other.ops;
-        self.requests += other.requests;
-        self.bytes += other.bytes;
-        let _ = self.latency.add(other.latency);
-    }
-}
-
 /// Runs the lanes' operations on one queue until the run is over and the last ones are complete.
 fn drive(
     frontend: &Frontend,
@@ -237,9 +221,9 @@ fn drive(
     mut lanes: Vec<Lane>,
     every: Option<Duration>,
     (phase, counted): (&AtomicU8, &AtomicBool),
-) -> Result<Tally> {
+) -> Result<Measured> {
     let lost = |e: std::io::Error| format!("the daemon does not answer: {e}");
-    let (mut tally, mut forgotten, mut seen) = (Tally::new(), Vec::new(), WARM_UP);
+    let (mut tally, mut forgotten, mut seen) = (Measured::new(), Vec::new(), WARM_UP);
     for (at, lane) in lanes.iter_mut().enumerate() {
         lane.started = Instant::now();
         slots.submit(frontend, at, |ask| lane.script.next(ask)).map_err(lost)?;
@@ -251,7 +235,7 @@ fn drive(
         while let Some((at, len)) = next {
             let now = phase.load(Ordering::Relaxed);
             if now != seen && seen == WARM_UP {
-                tally = Tally::new();
+                tally = Measured::new();
             }
             seen = now;
             let lane = &mut lanes[at];
