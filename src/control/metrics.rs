@@ -109,8 +109,9 @@ impl All {
             }
         }
         let waits = self.0.sources.server.throttle().waits();
-        let by_kind =
-            |values: [u64; 3]| Kind::ALL.into_iter().zip(values).map(|(kind, n)| ("kind", kind.name().to_owned(), n));
+        let by_kind = |values: [u64; Kind::ALL.len()]| {
+            Kind::ALL.into_iter().zip(values).map(|(kind, n)| ("kind", kind.name().to_owned(), n))
+        };
         let help = "Requests that had to wait, since the guest was at its limit";
         metrics.counters("limited_requests", help, by_kind(waits.so_far))?;
         metrics.gauges(

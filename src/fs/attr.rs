@@ -10,7 +10,6 @@ use rustix::fs::{
     chmodat, chownat, fstatfs, ftruncate, makedev, statx, utimensat,
 };
 use rustix::io::Errno;
-use rustix::process::{getegid, geteuid};
 
 use super::PassthroughFs;
 use super::fd::{FdPath, stat};
@@ -254,10 +253,8 @@ impl PassthroughFs {
         if self.said_denied.swap(true, Ordering::Relaxed) {
             return;
         }
-        let (own, option) = match kind {
-            "user" => (geteuid().as_raw(), "uid"),
-            _ => (getegid().as_raw(), "gid"),
-        };
+        let (uid, gid) = cred::own();
+        let (own, option) = if kind == "user" { (uid.as_raw(), "uid") } else { (gid.as_raw(), "gid") };
         tracing::warn!(
             "the guest's {kind} {guest}, the daemon's {kind} {host}, is refused: an ordinary user's daemon can neither \
              act as it nor give files to it; --{option}-map gives the daemon ids of /etc/sub{option}, \

@@ -174,12 +174,16 @@ fn owner_of(seen: &Statx) -> Owner {
 
 /// Keeps this of a file. `st`: its attributes on the host.
 fn keep(fd: BorrowedFd, st: &Statx, owner: Owner) -> Result<()> {
-    let (path, mode) = (FdPath::new(fd), owner.host_mode());
+    let mode = owner.host_mode();
     // First: the host sets the attribute only of a file that its owner may write to.
     if Mode::from_raw_mode(u32::from(st.stx_mode) & 0o7777) != mode {
-        chmodat(CWD, path.as_cstr(), mode, AtFlags::empty())?;
+        chmodat(CWD, FdPath::new(fd).as_cstr(), mode, AtFlags::empty())?;
     }
-    setxattr(path.as_cstr(), OVERRIDE, owner.to_string().as_bytes(), XattrFlags::empty())
+    keep_at(fd, owner)
+}
+
+fn keep_at(fd: BorrowedFd, owner: Owner) -> Result<()> {
+    setxattr(FdPath::new(fd).as_cstr(), OVERRIDE, owner.to_string().as_bytes(), XattrFlags::empty())
 }
 
 /// Whether the file system of a directory has the attribute.
@@ -307,9 +311,7 @@ impl PassthroughFs {
 
     fn open_kept(&self, dir: BorrowedFd, name: &CStr, flags: OFlags, owner: Owner) -> Result<OwnedFd> {
         let file = openat(dir, name, flags, owner.host_mode())?;
-        let value = owner.to_string();
-        let path = FdPath::new(file.as_fd());
-        let kept = setxattr(path.as_cstr(), OVERRIDE, value.as_bytes(), XattrFlags::empty());
+        let kept = keep_at(file.as_fd(), owner);
         if kept.is_err() && !flags.contains(OFlags::TMPFILE) {
             let _ = unlinkat(dir, name, AtFlags::empty());
         }
