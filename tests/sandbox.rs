@@ -47,11 +47,7 @@ impl Daemon {
     /// The same with an existing directory.
     fn start_in(dir: TempDir, user: bool, args: &[&str]) -> Self {
         let share = dir.path().join("share");
-        // A copy, since `nobody` may have no access to the build directory. cp(1) makes it: if this process did,
-        // another test's fork(2) could inherit the file open for writing, and it could not be executed.
-        let program = dir.path().join("thruwayd");
-        assert!(Command::new("cp").arg(env!("CARGO_BIN_EXE_thruwayd")).arg(&program).status().unwrap().success());
-        let mut command = Command::new(&program);
+        let mut command = Command::new(copy_of_the_daemon(dir.path()));
         if user && is_root() {
             chown(dir.path(), Some(NOBODY), Some(NOBODY)).unwrap();
             chown(&share, Some(NOBODY), Some(NOBODY)).unwrap();
@@ -305,6 +301,14 @@ fn none_as_user() {
     assert_eq!((daemon.status("Seccomp:"), daemon.capabilities("CapEff:")), ("0".into(), 0));
 }
 
+/// Copies the program into `dir`, since `nobody` may have no access to the build directory. cp(1) does it: if this
+/// process did, another test's fork(2) could inherit the file open for writing, and it could not be executed.
+fn copy_of_the_daemon(dir: &Path) -> PathBuf {
+    let program = dir.join("thruwayd");
+    assert!(Command::new("cp").arg(env!("CARGO_BIN_EXE_thruwayd")).arg(&program).status().unwrap().success());
+    program
+}
+
 /// The guest's root makes a file, if it is not there, and gives it to a user and a group.
 fn give_away(guest: &Frontend, uid: u32, gid: u32) -> Result<(), i32> {
     let file = [MknodIn { mode: libc::S_IFREG | 0o600, ..Default::default() }.as_bytes(), b"file\0"].concat();
@@ -515,8 +519,7 @@ fn a_directory_out_of_reach_is_not_to_be_created() {
     }
     let dir = tempfile::tempdir().unwrap();
     chown(dir.path(), Some(NOBODY), Some(NOBODY)).unwrap();
-    let program = dir.path().join("thruwayd");
-    assert!(Command::new("cp").arg(env!("CARGO_BIN_EXE_thruwayd")).arg(&program).status().unwrap().success());
+    let program = copy_of_the_daemon(dir.path());
     let ours = dir.path().join("ours");
     fs::create_dir_all(ours.join("in")).unwrap();
     fs::set_permissions(&ours, fs::Permissions::from_mode(0o700)).unwrap();
