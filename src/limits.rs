@@ -64,8 +64,8 @@ pub const OTHERS_THREADS: usize = 64;
 pub const LOCK_THREADS: usize = 256;
 
 /// Threads of all queues together that serve a queue while a request of it takes long, for example one for a file that
-/// a host process writes to without end. Each such request takes one; one more looks for them. If there is none, the
-/// queue waits for its request. It is as many as there are queues.
+/// a host process writes to without end. Each such request takes one. If there is none, the queue waits for its
+/// request. It is as many as there are queues.
 pub const DEPUTIES: usize = 64;
 
 /// Bytes of one READ or WRITE. The daemon offers 1024 pages, and a guest's pages have at most 64 KiB. It bounds the

@@ -137,6 +137,32 @@ fn an_idle_daemon_has_few_threads_and_never_wakes() {
     assert!(threads.len() <= THREADS + 1, "{:?}", threads.iter().map(name).collect::<Vec<_>>());
 }
 
+/// The worker and who looks whether the request takes long. A look each 10 ms for a while would be 20 more.
+#[test]
+fn a_request_now_and_then_wakes_few_threads() {
+    let daemon = Daemon::start(thruwayd(), &[]);
+    let guest = daemon.connect(1);
+    let sleeps = || {
+        let count = |line: &String| line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap();
+        daemon.sleeps().iter().map(|(_, line)| count(line)).sum::<u64>()
+    };
+    let quiet = || {
+        loop {
+            let before = sleeps();
+            // Longer than from one look to the next.
+            sleep(Duration::from_secs(1));
+            if sleeps() == before {
+                return before;
+            }
+        }
+    };
+    let before = quiet();
+    let attributes = GetattrIn::default();
+    guest.request(1, Opcode::Getattr as u32, ROOT_ID, attributes.as_bytes(), b"", size_of::<AttrOut>()).unwrap();
+    let wakes = quiet() - before;
+    assert!(wakes <= 8, "{wakes}");
+}
+
 /// Under strace(1), which follows all processes and threads.
 #[test]
 fn a_start_takes_few_system_calls() {

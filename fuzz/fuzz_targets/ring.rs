@@ -112,7 +112,7 @@ impl Kept {
             urings: Arc::new(Urings::none()),
             poll: Duration::ZERO,
             monitor: Arc::default(),
-            lookout: Lookout::default(),
+            lookout: Lookout::new(Arc::default(), Vec::new()).unwrap(),
             crew: Crew::default(),
         });
         Self { workers, jobs, done }

@@ -1,13 +1,12 @@
 //! Deputies: while a request of a queue takes long, another thread serves the queue.
 //!
 //! Nothing tells beforehand that a system call will wait, for example for a file that another process writes to. So
-//! while a queue is served, one thread looks every [`TICK`] whether its request is still the one of the look before.
+//! while a queue is served, the dispatcher looks now and then whether its request is still the one of the look before.
 
 use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
-use std::thread;
 use std::time::Duration;
 
 use vmm_sys_util::epoll::{EpollEvent, EventSet};
@@ -19,55 +18,42 @@ use super::ring::Ring;
 use super::seat::Glance;
 use crate::limits::Limit;
 
-/// A request that takes longer than one to two of these gets the queue a deputy. It is long beside nearly all requests,
-/// and a look takes about a microsecond. virtiofsd's pool of threads answers the next request after 10 to 40 ms.
+/// From a look that found a request being served to the next. A request that is still the same then gets the queue a
+/// deputy. It is long beside nearly all requests, and a look takes about a microsecond.
 const TICK: Duration = Duration::from_millis(10);
 
-/// After so many looks that saw no request the thread rests, until a worker wakes it. A guest that sends a request now
-/// and then costs 20 looks for each.
-const QUIET: u32 = 20;
+/// From the first request, or from a look that found none being served, to the next look. A request that takes long is
+/// noticed after [`TICK`] and this at most; virtiofsd's pool of threads answers the next request after 10 to 40 ms.
+/// Each look wakes a thread, so with 200 short requests a second this is one wake-up for 8 requests.
+const FAR: Duration = Duration::from_millis(40);
 
 impl<H: Handler> Workers<H> {
-    /// Has somebody look whether requests take long. The caller has a seat.
-    pub(super) fn look_out(self: &Arc<Self>) {
-        let awake = &self.lookout.awake;
-        // Either the thread that is about to rest sees the seat taken, or this sees that it rests.
+    /// Has the dispatcher look whether requests take long, if it is not to look already. The caller has a seat.
+    pub(super) fn look_out(&self) {
+        // Either the look that finds nothing to look for sees the seat taken, or this sees that there is no other.
         fence(Ordering::SeqCst);
-        if awake.load(Ordering::Relaxed) || awake.swap(true, Ordering::SeqCst) {
-            return;
-        }
-        let workers = self.clone();
-        if self.service.pools.deputies.run(Box::new(move || workers.look())).is_err() {
-            awake.store(false, Ordering::SeqCst);
+        if !self.lookout.due.load(Ordering::Relaxed) {
+            self.lookout.look_in(FAR);
         }
     }
 
-    fn look(self: &Arc<Self>) {
-        let mut seen = vec![Glance::default(); self.lookout.queues()];
-        let mut quiet = 0;
-        while !self.closing.load(Ordering::Relaxed) {
-            thread::sleep(TICK);
-            quiet += 1;
-            for (index, ring) in self.lookout.rings() {
-                let (now, before) = (ring.seat().glance(), &mut seen[index]);
-                if now != *before || now.serves {
-                    quiet = 0;
-                }
-                if now.serves && now == *before {
-                    self.take_over(ring, index, now);
-                }
-                *before = now;
+    /// Looks, and says when to look again.
+    pub(super) fn look(self: &Arc<Self>) {
+        let mut serves = false;
+        let mut looks = self.lookout.looks.lock();
+        for (index, ring) in self.lookout.rings() {
+            let now = ring.seat().glance();
+            serves |= now.serves;
+            if looks.takes_long(index, now) {
+                self.take_over(ring, index, now);
             }
-            if quiet < QUIET {
-                continue;
-            }
-            self.lookout.awake.store(false, Ordering::SeqCst);
-            fence(Ordering::SeqCst);
-            let all_free = self.lookout.rings().all(|(_, ring)| ring.seat().is_free());
-            if all_free || self.lookout.awake.swap(true, Ordering::SeqCst) {
-                return;
-            }
-            quiet = 0;
+        }
+        drop(looks);
+        self.lookout.due.store(false, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        // Who takes a seat from here on sees that no look is due.
+        if serves || self.lookout.rings().any(|(_, ring)| !ring.seat().is_free()) {
+            self.lookout.look_in(if serves { TICK } else { FAR });
         }
     }
 

@@ -228,7 +228,7 @@ impl<H: Handler> Device<H> {
             urings: options.urings.clone(),
             poll: options.poll,
             monitor: options.monitor.clone(),
-            lookout: Lookout::new(rings.clone(), vec![clone(&exit)?, clone(&connection.resume)?]),
+            lookout: Lookout::new(rings.clone(), vec![clone(&exit)?, clone(&connection.resume)?]).map_err(setup)?,
             crew: Crew::new(dispatcher.clone()),
         });
         options.monitor.connect(Some(connection.clone()));
@@ -252,10 +252,12 @@ impl<H: Handler> Device<H> {
         let mut daemon =
             VhostUserDaemon::new("thruway-vhost".into(), self.clone(), mem).map_err(|e| Error::Setup(e.to_string()))?;
         // vhost-user-backend's own exit event is never closed.
+        let once = EventSet::IN | EventSet::EDGE_TRIGGERED;
         let events = [
             (self.exit.as_raw_fd(), EventSet::IN, self.exit_token()),
             (self.dispatcher.as_raw_fd(), EventSet::IN, self.kick_token()),
-            (self.connection.resume.as_raw_fd(), EventSet::IN | EventSet::EDGE_TRIGGERED, self.resume_token()),
+            (self.connection.resume.as_raw_fd(), once, self.resume_token()),
+            (self.workers.lookout.timer(), once, self.look_token()),
         ];
         for handler in daemon.get_epoll_handlers() {
             for (fd, on, token) in events {
@@ -326,6 +328,11 @@ impl<H: Handler> Device<H> {
     /// The event number of the end of a hold.
     fn resume_token(&self) -> u16 {
         self.exit_token() + 2
+    }
+
+    /// The event number of a look at the requests that are served.
+    fn look_token(&self) -> u16 {
+        self.exit_token() + 3
     }
 }
 
@@ -452,6 +459,10 @@ impl<H: Handler> VhostUserBackend for Device<H> {
         if event == self.exit_token() {
             // An error ends the thread.
             return Err(io::ErrorKind::ConnectionAborted.into());
+        }
+        if event == self.look_token() {
+            self.workers.look();
+            return Ok(());
         }
         let all = || (0..self.rings.len()).collect();
         let queues = match event {

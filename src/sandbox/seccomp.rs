@@ -73,6 +73,7 @@ const ALLOWED: &[&[c_long]] = &[
     &[SYS_rt_sigreturn, SYS_restart_syscall],
     // Time and random numbers.
     &[SYS_clock_gettime, SYS_clock_nanosleep, SYS_nanosleep, SYS_gettimeofday, SYS_getrandom],
+    &[SYS_timerfd_create, SYS_timerfd_settime],
     // The other filter answers clone3 with ENOSYS. glibc then calls clone, whose flags a filter can see.
     &[SYS_clone3],
     #[cfg(target_arch = "x86_64")]
