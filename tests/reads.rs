@@ -1,5 +1,5 @@
 //! Requests that wait for the host's file system or for others. The queue goes on meanwhile, and a stop returns all of
-//! them.
+//! them. And those that wait in the ring for a session.
 
 mod locked;
 
@@ -22,9 +22,10 @@ use thruway::fuse::metrics::LateMeter;
 use thruway::fuse::ops::{Caller, Files, Names, Threads, WOULD_WAIT};
 use thruway::fuse::{Io, Reply, Server, Transport, Work};
 use thruway::limits::{DEPUTIES, Limit};
-use thruway_bench::frontend::{Frontend, Options, WINDOW_BASE};
+use thruway_bench::frontend::{Frontend, Options, Token, WINDOW_BASE};
 use vhost::VhostUserMemoryRegionInfo;
 use vhost::vhost_user::VhostUserFrontend;
+use vhost::vhost_user::message::{VhostTransferStateDirection, VhostTransferStatePhase};
 use virtio_queue::desc::split::Descriptor;
 use vm_memory::{Bytes, GuestAddress};
 use zerocopy::{FromBytes, IntoBytes};
@@ -544,6 +545,120 @@ fn a_cold_file_reads_as_it_is() {
             let end = data.len().min(offset + 131_072);
             assert!(got == data.get(offset..end).unwrap_or_default(), "at {offset}: {} bytes", got.len());
         }
+        daemon.end();
+    }
+}
+
+fn shared(dir: &std::path::Path) -> Server<PassthroughFs> {
+    let root: OwnedFd = File::open(dir).unwrap().into();
+    Server::new(PassthroughFs::new(root, proc_self_fd().unwrap(), Config::default()).unwrap())
+}
+
+/// Has the session moved between `pipe`'s other end and the device.
+fn transfer(frontend: &mut Frontend, direction: VhostTransferStateDirection, pipe: OwnedFd) -> bool {
+    let phase = VhostTransferStatePhase::STOPPED;
+    let vhost = frontend.vhost();
+    vhost.set_device_state_fd(direction, phase, pipe).is_ok() && vhost.check_device_state().is_ok()
+}
+
+/// Sends the session, which fits into a pipe.
+fn load(frontend: &mut Frontend, state: &[u8]) -> bool {
+    let (from, to) = rustix::pipe::pipe().unwrap();
+    File::from(to).write_all(state).unwrap();
+    transfer(frontend, VhostTransferStateDirection::LOAD, from)
+}
+
+fn error(frontend: &Frontend, token: Token) -> i32 {
+    let done = frontend.wait_for(1, token, LONG).unwrap();
+    OutHeader::read_from_prefix(&done.data).unwrap().0.error
+}
+
+/// A ring of a virtual machine that is restored, with a GETATTR of the node. It goes on after another request.
+fn restored(daemon: &mut Daemon, node: u64, send_first: bool) -> Token {
+    let frontend = &mut daemon.frontend;
+    let body = GetattrIn::default();
+    let ask = |frontend: &Frontend| {
+        let (_, head) = frontend.header(Opcode::Getattr as u32, node, size_of::<GetattrIn>());
+        frontend.submit(1, &[&head, body.as_bytes()], &[16, size_of::<AttrOut>()]).unwrap()
+    };
+    let first = send_first.then(|| ask(frontend));
+    // The queue has a worker then.
+    first.into_iter().for_each(|first| assert_eq!(error(frontend, first), -libc::EIO));
+    let mut base = frontend.stop_queue(1).unwrap();
+    if !send_first {
+        ask(frontend);
+        base += 1;
+    }
+    let waits = ask(frontend);
+    frontend.take_kicks(1);
+    frontend.start_queue(1, base).unwrap();
+    waits
+}
+
+/// QEMU sends the session before it starts the rings, cloud-hypervisor after that.
+#[test]
+fn a_session_may_come_before_or_after_the_rings_start() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("file"), "contents").unwrap();
+    let mut source = Daemon::start(shared(dir.path()), Urings::none());
+    source.frontend.fuse_init(0).unwrap();
+    let entry = source.frontend.request(1, Opcode::Lookup as u32, ROOT_ID, b"file\0", b"", 128).unwrap();
+    let node = EntryOut::read_from_prefix(&entry).unwrap().0.nodeid;
+    assert_eq!([0, 1].map(|queue| source.frontend.stop_queue(queue).unwrap()), [0, 2]);
+    let (from, to) = rustix::pipe::pipe().unwrap();
+    assert!(transfer(&mut source.frontend, VhostTransferStateDirection::SAVE, to));
+    let mut state = Vec::new();
+    File::from(from).read_to_end(&mut state).unwrap();
+    source.end();
+
+    let mut early = Daemon::start(shared(dir.path()), Urings::none());
+    assert_eq!([0, 1].map(|queue| early.frontend.stop_queue(queue).unwrap()), [0, 0]);
+    assert!(load(&mut early.frontend, &state));
+    early.frontend.start_queue(0, 0).unwrap();
+    let waits = restored(&mut early, node, false);
+    assert_eq!(error(&early.frontend, waits), 0);
+    early.end();
+
+    for has_worker in [false, true] {
+        let mut late = Daemon::start(shared(dir.path()), Urings::none());
+        let waits = restored(&mut late, node, has_worker);
+        let nothing_comes = |frontend: &Frontend| {
+            let nothing = frontend.wait(1, Duration::from_millis(150));
+            assert_eq!(nothing.unwrap_err().raw_os_error(), Some(libc::ETIMEDOUT));
+        };
+        nothing_comes(&late.frontend);
+        let (from, to) = rustix::pipe::pipe().unwrap();
+        let (load_it, stopped) = (VhostTransferStateDirection::LOAD, VhostTransferStatePhase::STOPPED);
+        late.frontend.vhost().set_device_state_fd(load_it, stopped, from).unwrap();
+        // The guest runs before all of the session is there.
+        late.frontend.kick(1).unwrap();
+        nothing_comes(&late.frontend);
+        File::from(to).write_all(&state).unwrap();
+        late.frontend.vhost().check_device_state().unwrap();
+        assert_eq!(error(&late.frontend, waits), 0, "{has_worker}");
+        // A session that is in use stays.
+        assert!(!load(&mut late.frontend, &state));
+        let body = GetattrIn::default();
+        late.frontend.request(1, Opcode::Getattr as u32, node, body.as_bytes(), b"", size_of::<AttrOut>()).unwrap();
+        late.end();
+    }
+}
+
+/// The session was lost: the guest mounts the share anew, by a ring that waits for a session.
+#[test]
+fn a_mount_does_not_wait_for_a_session() {
+    for has_worker in [false, true] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut daemon = Daemon::start(shared(dir.path()), Urings::none());
+        let waits = restored(&mut daemon, 5, has_worker);
+        daemon.frontend.fuse_init(0).unwrap();
+        assert_eq!(error(&daemon.frontend, waits), -libc::EIO);
+        daemon.end();
+        // A session that fails to come keeps nothing back either.
+        let mut daemon = Daemon::start(shared(dir.path()), Urings::none());
+        let waits = restored(&mut daemon, 5, has_worker);
+        assert!(!load(&mut daemon.frontend, b"no session"));
+        assert_eq!(error(&daemon.frontend, waits), -libc::EIO);
         daemon.end();
     }
 }

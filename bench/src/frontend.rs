@@ -378,6 +378,11 @@ impl Frontend {
         self.queues[queue].kick.write(1)
     }
 
+    /// Takes the notifications of a queue back that the device has not seen.
+    pub fn take_kicks(&self, queue: usize) -> u64 {
+        self.queues[queue].kick.read().unwrap_or(0)
+    }
+
     fn publish(&self, q: &Queue, driver: &mut Driver) -> io::Result<()> {
         let old = driver.publish(&self.mem)?;
         if driver.kick_wanted(&self.mem, self.options.event_idx, old)? {

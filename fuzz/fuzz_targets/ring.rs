@@ -108,6 +108,7 @@ impl Kept {
                 waiting: Arc::default(),
             }),
             closing: AtomicBool::new(false),
+            loading: AtomicBool::new(false),
             logging: AtomicBool::new(true),
             urings: Arc::new(Urings::none()),
             poll: Duration::ZERO,

@@ -17,12 +17,17 @@ pub trait Handler: Send + Sync + 'static {
     /// Ends requests that wait and forgets the session. The guest or its device was reset, or the frontend is gone.
     fn reset(&self);
 
+    /// Whether there is a session, so that requests can be served.
+    fn has_session(&self) -> bool {
+        true
+    }
+
     /// The session, for another daemon. All queues are stopped meanwhile.
     fn save(&self) -> io::Result<Vec<u8>> {
         Err(io::ErrorKind::Unsupported.into())
     }
 
-    /// Takes over what [`save`](Self::save) gave. The state may hold anything. All queues are stopped meanwhile.
+    /// Takes over what [`save`](Self::save) gave. The state may hold anything. No request is served meanwhile.
     fn load(&self, _state: &[u8]) -> io::Result<()> {
         Err(io::ErrorKind::Unsupported.into())
     }
@@ -35,6 +40,10 @@ impl<F: FileSystem> Handler for Server<F> {
 
     fn reset(&self) {
         Server::reset(self);
+    }
+
+    fn has_session(&self) -> bool {
+        Server::is_open(self)
     }
 
     fn save(&self) -> io::Result<Vec<u8>> {

@@ -224,6 +224,7 @@ impl<H: Handler> Device<H> {
                 waiting: waiting.clone(),
             }),
             closing: AtomicBool::new(false),
+            loading: AtomicBool::new(false),
             logging: AtomicBool::new(false),
             urings: options.urings.clone(),
             poll: options.poll,
@@ -309,6 +310,20 @@ impl<H: Handler> Device<H> {
         }
     }
 
+    fn is_running(&self) -> bool {
+        self.rings.iter().filter_map(OnceLock::get).any(|ring| ring.0.is_started())
+    }
+
+    /// Keeps the workers from their rings until what it returns is dropped.
+    fn hold_for_load(&self) -> io::Result<Loading<H>> {
+        if self.workers.loading.swap(true, Ordering::SeqCst) {
+            return Err(migration::refuse("another one is under way"));
+        }
+        let loading = Loading { workers: self.workers.clone(), connection: self.connection.clone() };
+        self.rings.iter().filter_map(OnceLock::get).for_each(|ring| ring.0.settle());
+        Ok(loading)
+    }
+
     fn reset_rings(&self) {
         for ring in self.rings.iter().filter_map(OnceLock::get) {
             ring.0.reset();
@@ -333,6 +348,20 @@ impl<H: Handler> Device<H> {
     /// The event number of a look at the requests that are served.
     fn look_token(&self) -> u16 {
         self.exit_token() + 3
+    }
+}
+
+/// A session is loaded: nothing is taken from the rings.
+struct Loading<H: Handler> {
+    workers: Arc<Workers<H>>,
+    connection: Arc<Connection>,
+}
+
+impl<H: Handler> Drop for Loading<H> {
+    fn drop(&mut self) {
+        self.workers.loading.store(false, Ordering::SeqCst);
+        // It fails only if the event is set already.
+        let _ = self.connection.resume.write(1);
     }
 }
 
@@ -427,10 +456,14 @@ impl<H: Handler> VhostUserBackend for Device<H> {
         _phase: VhostTransferStatePhase,
         file: File,
     ) -> io::Result<Option<File>> {
-        if self.rings.iter().filter_map(OnceLock::get).any(|ring| ring.0.is_started()) {
-            return Err(migration::refuse("the device is running"));
-        }
         let handler = self.workers.service.handler.clone();
+        // A session may come after the rings were started. One that is there is not replaced then.
+        let loads = direction == VhostTransferStateDirection::LOAD;
+        let check = || match self.is_running() && (!loads || handler.has_session()) {
+            true => Err(migration::refuse("the device is running")),
+            false => Ok(()),
+        };
+        check()?;
         match direction {
             VhostTransferStateDirection::SAVE => {
                 let waiting = self.workers.service.waiting.load(Ordering::Acquire) > 0;
@@ -440,7 +473,13 @@ impl<H: Handler> VhostUserBackend for Device<H> {
                 self.transfer.save(file, move || handler.save())?;
             }
             VhostTransferStateDirection::LOAD => {
-                self.transfer.load(file, move |state| handler.load(state))?;
+                let loading = self.hold_for_load()?;
+                // The guest may have sent INIT.
+                check()?;
+                self.transfer.load(file, move |state| {
+                    let _loading = &loading;
+                    handler.load(state)
+                })?;
             }
         }
         Ok(None)
@@ -465,15 +504,15 @@ impl<H: Handler> VhostUserBackend for Device<H> {
             return Ok(());
         }
         let all = || (0..self.rings.len()).collect();
-        let queues = match event {
-            event if event == self.kick_token() => self.workers.crew.kicked(),
-            event if event == self.resume_token() => all(),
-            event => vec![event.into()],
+        let (queues, starts) = match event {
+            event if event == self.kick_token() => (self.workers.crew.kicked(), false),
+            event if event == self.resume_token() => (all(), false),
+            event => (vec![event.into()], true),
         };
         for queue in queues {
             if let (Some(ring), Some(known)) = (vrings.get(queue), self.rings.get(queue)) {
                 known.get_or_init(|| ring.clone());
-                self.workers.attend(&ring.0, queue);
+                self.workers.attend(&ring.0, queue, starts);
             }
         }
         Ok(())

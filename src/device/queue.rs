@@ -31,6 +31,8 @@ pub struct Workers<H> {
     pub service: Arc<Service<H>>,
     /// The connection is over.
     pub closing: AtomicBool,
+    /// A session comes from another daemon: what is in the rings stays there.
+    pub loading: AtomicBool,
     /// The frontend logs dirty pages (VHOST_F_LOG_ALL).
     pub logging: AtomicBool,
     pub urings: Arc<Urings>,
@@ -91,8 +93,9 @@ impl<H: Handler> Workers<H> {
             let mut seat = ring.seat();
             let Seat { heads, used, own_away, .. } = &mut *seat;
             used.append(&mut scratch.used);
-            // The end of a hold wakes the worker.
-            let ends = self.monitor.is_held() || self.closing.load(Ordering::Relaxed) || !own && !*own_away;
+            // The end of a hold or of a load wakes the worker.
+            let held = self.monitor.is_held() || self.loading.load(Ordering::SeqCst);
+            let ends = held || self.closing.load(Ordering::Relaxed) || !own && !*own_away;
             if heads.is_empty() && ends {
                 ring.flush(&snapshot.near, used);
                 scratch.poll.rest();

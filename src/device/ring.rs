@@ -240,6 +240,33 @@ impl Ring {
         !state.get_queue_mut().enable_notification(&*mem).unwrap_or(false)
     }
 
+    /// Leaves the chains that are in the ring, and asks the driver for a kick with the next one. False, and nothing is
+    /// done, if the ring is served from its beginning on, as a booting guest's is.
+    pub fn keeps_what_is_there(&self) -> bool {
+        let mut state = self.vring.get_mut();
+        let mem = self.mem.memory();
+        if !live(&state) || !is_near(&state, &mem) {
+            return false;
+        }
+        let queue = state.get_queue_mut();
+        let next = queue.next_avail();
+        let mut ask = || {
+            let at = queue.avail_idx(&*mem, Ordering::Acquire)?;
+            queue.set_next_avail(at.0);
+            queue.enable_notification(&*mem)
+        };
+        // Again if the driver has added a chain meanwhile. It is stopped while its machine is restored, so once is
+        // enough; a driver that runs gets its kicks from the last time on.
+        let _ = next > 0 && (0..4).any(|_| !ask().unwrap_or(false));
+        queue.set_next_avail(next);
+        next > 0
+    }
+
+    /// Waits until no thread serves the ring.
+    pub fn settle(&self) {
+        drop(self.free_seat());
+    }
+
     /// The queue's descriptor table.
     pub fn table(&self) -> Table {
         table(&self.vring.get_ref())

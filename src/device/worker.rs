@@ -23,9 +23,13 @@ const WAKE: u64 = 2;
 const URING: u64 = 3;
 
 impl<H: Handler> Workers<H> {
-    /// The ring was started or kicked. If there is something to take from it, its worker takes it, and waits for its
-    /// kicks from here on.
-    pub(super) fn attend(self: &Arc<Self>, ring: &Arc<Ring>, index: usize) {
+    /// The ring was started or kicked, or is held no more. If there is something to take from it, its worker takes it,
+    /// and waits for its kicks from here on.
+    ///
+    /// `starts`: it was started. A frontend that restores a virtual machine may send the session only then, so until
+    /// there is one, what is in the ring stays there, or until the driver kicks.
+    pub(super) fn attend(self: &Arc<Self>, ring: &Arc<Ring>, index: usize, starts: bool) {
+        let waits = || starts && !self.service.handler.has_session() && ring.keeps_what_is_there();
         let mut workers = self.crew.workers.lock();
         if workers.len() <= index {
             workers.resize_with(index + 1, || None);
@@ -37,6 +41,9 @@ impl<H: Handler> Workers<H> {
             };
             if let Err(e) = watched {
                 tracing::error!("nobody hears of the requests of queue {index}: {e}");
+            }
+            if waits() {
+                return;
             }
             ring.clear_kick();
             if ring.asks_for_kick() {
@@ -54,8 +61,10 @@ impl<H: Handler> Workers<H> {
         if let Some(worker) = &workers[index] {
             // If this fails, the dispatcher goes on to wait.
             let _ = ring.watch_kick(&worker.epoll, KICK);
-            // It fails only if the event is set already.
-            let _ = worker.wake.write(1);
+            if !waits() {
+                // It fails only if the event is set already.
+                let _ = worker.wake.write(1);
+            }
         }
     }
 

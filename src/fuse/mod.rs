@@ -144,7 +144,8 @@ impl<F: FileSystem> Server<F> {
         self.fs.destroy();
     }
 
-    fn is_open(&self) -> bool {
+    /// Whether there is a session.
+    pub fn is_open(&self) -> bool {
         self.session.load(Ordering::Acquire) != CLOSED
     }
 
