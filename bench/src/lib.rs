@@ -7,17 +7,18 @@ pub mod series;
 mod slots;
 mod workload;
 
+use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
 
 use crate::frontend::{Frontend, Options};
-use daemon::{Daemon, Usage};
+use daemon::{Daemon, Used};
 use slots::{Forgets, Slots};
 use workload::{Lane, Progress, Share};
 
-pub use workload::{NAMES, is_workload};
+pub use workload::{NAMES, bytes, is_workload};
 
 /// The error is one line for the user.
 pub type Result<T> = std::result::Result<T, String>;
@@ -65,7 +66,7 @@ pub struct Measured {
     /// Time of an operation, in ns.
     pub latency: Histogram<u64>,
     /// The daemon's CPU time and context switches. `None` if its process is not known.
-    pub usage: Option<Usage>,
+    pub usage: Option<Used>,
 }
 
 impl Measured {
@@ -92,8 +93,10 @@ impl Measured {
 /// # Errors
 /// The first of those of [`Session::measure`].
 pub fn measure(sessions: &mut [Session], name: &str, plan: &Plan) -> Result<Measured> {
+    let ready = Barrier::new(sessions.len());
     let measured = std::thread::scope(|scope| {
-        let all: Vec<_> = sessions.iter_mut().map(|session| scope.spawn(|| session.measure(name, plan))).collect();
+        let run = |session| scope.spawn(|| Session::measure_when(session, name, plan, &ready));
+        let all: Vec<_> = sessions.iter_mut().map(run).collect();
         let join =
             |one: std::thread::ScopedJoinHandle<_>| one.join().unwrap_or_else(|_| Err("a guest panicked".into()));
         all.into_iter().map(join).collect::<Result<Vec<Measured>>>()
@@ -147,8 +150,15 @@ impl Session {
     /// # Errors
     /// A request failed, or the daemon has ended.
     pub fn measure(&mut self, name: &str, plan: &Plan) -> Result<Measured> {
+        self.measure_when(name, plan, &Barrier::new(1))
+    }
+
+    /// Measures when the files of all are there: to make them takes a CPU.
+    fn measure_when(&mut self, name: &str, plan: &Plan, ready: &Barrier) -> Result<Measured> {
         let (frontend, forgets) = (&self.frontend, &self.forgets);
-        let mut lanes = workload::lanes(name, frontend, forgets, &mut self.share, plan.queues * plan.depth)?;
+        let lanes = workload::lanes(name, frontend, forgets, &mut self.share, plan.queues * plan.depth);
+        ready.wait();
+        let mut lanes = lanes?;
         let (phase, counted) = (AtomicU8::new(WARM_UP), AtomicBool::new(false));
         std::thread::scope(|scope| {
             let mut workers = Vec::new();
@@ -174,7 +184,7 @@ impl Session {
             for worker in workers {
                 all.add(&worker.join().unwrap_or_else(|_| Err("a worker panicked".into()))?);
             }
-            let usage = after.zip(before).map(|(after, before)| after - before);
+            let usage = after.zip(before).map(|(after, before)| after.since(&before));
             Ok(Measured { seconds, usage, ..all })
         })
     }

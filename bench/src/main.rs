@@ -7,9 +7,10 @@ use std::time::Duration;
 
 use clap::Parser;
 use indicatif::{ProgressBar, ProgressStyle};
-use thruway_bench::daemon::Daemon;
+use thruway_bench::daemon::{self, Daemon};
 use thruway_bench::report::{self, Figures, Row};
-use thruway_bench::{NAMES, Plan, Result, Session, is_workload, measure};
+use thruway_bench::series::number;
+use thruway_bench::{NAMES, Plan, Result, Session, bytes, is_workload, measure};
 
 /// Measures virtio-fs daemons without a VM
 ///
@@ -50,6 +51,8 @@ struct Options {
     halt_poll_us: u32,
 
     /// Measure so many daemons of a command at a time, each with a guest of its own; the figures are of all together
+    ///
+    /// Each has its own files, in memory: 24 MiB for getattr and the like, 256 MiB for reads and writes.
     #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "socket",
           value_parser = clap::value_parser!(u16).range(1..=1000))]
     machines: u16,
@@ -152,6 +155,16 @@ fn daemons(options: &Options) -> Result<(Vec<Vec<Daemon>>, Vec<String>)> {
         return Ok((vec![vec![Daemon::join(socket.clone())]], vec![socket.display().to_string()]));
     }
     let commands: Vec<String> = options.compare.iter().flatten().chain(&options.command).cloned().collect();
+    let (count, need, room) =
+        (commands.len() * usize::from(options.machines), bytes(&options.workload), daemon::room()?);
+    let need = need * count as u64;
+    if need > room {
+        let [need, room] = [need, room].map(|bytes| number(bytes as f64 / f64::from(1 << 30)));
+        return Err(format!(
+            "the files of {count} daemons take {need} GiB of memory, and there is room for {room}: use fewer \
+             --machines, or workloads without a large file, such as getattr"
+        ));
+    }
     let start = |command: &String| (0..options.machines).map(|_| Daemon::start(command)).collect();
     let daemons = commands.iter().map(start).collect::<Result<_>>()?;
     Ok((daemons, commands))

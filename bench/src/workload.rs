@@ -47,6 +47,22 @@ pub fn is_workload(name: &str) -> bool {
     NAMES.contains(&name) || Pattern::parse(name).is_some()
 }
 
+/// Bytes of memory that the files take with which these workloads work through one daemon.
+pub fn bytes(workloads: &[String]) -> u64 {
+    let any = |names: &[&str]| workloads.iter().any(|name| names.contains(&name.as_str()));
+    // What a file in memory takes besides its contents: its inode and its name.
+    const FILE_COST: u64 = 2 << 10;
+    let small = any(&["getattr", "lookup", "open", "compile", "getattr-beside-write"]);
+    let small = if small { SMALL_FILES as u64 * (SMALL as u64 + FILE_COST) } else { 0 };
+    let listed = if any(&["lookup-new", "readdirplus"]) { LISTED as u64 * FILE_COST } else { 0 };
+    let big = match any(&["getattr-beside-write"]) {
+        true => SYNCED,
+        false if any(&["fsync"]) || workloads.iter().any(|name| Pattern::parse(name).is_some()) => FILE,
+        false => 0,
+    };
+    small + listed + big
+}
+
 /// A sequence of operations, one at a time.
 pub struct Lane {
     pub name: &'static str,

@@ -1,7 +1,10 @@
 //! Runs `thruway-bench` against the daemon: each workload runs, and its output can be parsed.
 
+use std::fs;
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
@@ -57,10 +60,42 @@ fn errors_take_one_line() {
         (&["false {socket} {share}"], "it ended"),
         (&["--socket", "/nonexistent"], "cannot connect"),
         (&["--workload", "getattr-beside-write", &daemon()], "--depth 5"),
+        // 2 TB, and no daemon is started.
+        (
+            &["--machines", "1000", "--workload", "getattr-beside-write", "--compare", "false", "false"],
+            "use fewer --machines",
+        ),
         (&["--workload", "sleep", &daemon()], "randread-4k"),
     ] {
         let output = bench(arguments);
         let error = text(&output.stderr);
         assert!(!output.status.success() && error.contains(said), "{arguments:?}: {error}");
     }
+}
+
+/// What is in /dev/shm takes memory until somebody removes it.
+#[test]
+fn nothing_stays_when_it_is_killed() {
+    let mut bench = Command::new(PROGRAM);
+    bench.args(["--machines", "2", "--seconds", "3600", "--workload", "getattr", &daemon()]);
+    let mut bench = bench.stdout(Stdio::null()).spawn().unwrap();
+    let prefix = format!("thruway-bench.{}.", bench.id());
+    let until = |there: bool, count: usize| {
+        // A limit on hangs.
+        let end = Instant::now() + Duration::from_secs(100);
+        loop {
+            let homes = fs::read_dir("/dev/shm").unwrap().flatten().map(|home| home.path());
+            let home = homes.into_iter().find(|home| home.file_name().unwrap().to_str().unwrap().starts_with(&prefix));
+            let shares = home.as_ref().and_then(|home| Some(fs::read_dir(home).ok()?.count())).unwrap_or(0);
+            if home.is_some() == there && shares >= count {
+                return;
+            }
+            assert!(Instant::now() < end, "{home:?}");
+            sleep(Duration::from_millis(10));
+        }
+    };
+    until(true, 2);
+    bench.kill().unwrap();
+    bench.wait().unwrap();
+    until(false, 0);
 }
