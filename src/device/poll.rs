@@ -27,8 +27,9 @@ fn was_taken(took: Duration) -> bool {
     took > TAKEN
 }
 
-/// One worker's polling. The time adapts to the load, as in KVM's halt polling (virt/kvm/kvm_main.c): it grows when a
-/// request comes soon after the worker has gone to sleep, and shrinks after a long silence.
+/// One worker's polling. The time adapts to the load, as in KVM's halt polling (virt/kvm/kvm_main.c): it grows when
+/// requests come soon after the worker has gone to sleep, and shrinks after a long silence. It takes two in a row: a
+/// guest that opens and closes a file now and then sends a second request soon, and then none for long.
 #[derive(Default)]
 pub struct Poll {
     /// How long it polls at present.
@@ -36,6 +37,8 @@ pub struct Poll {
     /// When the ring was seen empty.
     since: Option<Instant>,
     looks: u32,
+    /// Polling would have found the last request that woke the worker.
+    soon: bool,
     /// Other threads want the CPU.
     wanted: bool,
 }
@@ -45,9 +48,10 @@ impl Poll {
     pub fn wake(&mut self, longest: Duration) {
         self.wanted = false;
         if let Some(idle) = self.since.take().map(|since| since.elapsed()) {
-            self.time = match idle {
-                // Polling would have found it.
-                idle if idle < longest => (2 * self.time).max(SHORTEST).min(longest),
+            let was_soon = std::mem::replace(&mut self.soon, idle < longest);
+            self.time = match (was_soon, self.soon) {
+                (true, true) => (2 * self.time).max(SHORTEST).min(longest),
+                (false, true) => self.time,
                 _ if self.time > SHORTEST => self.time / 2,
                 _ => Duration::ZERO,
             };
@@ -99,8 +103,19 @@ mod tests {
         let mut poll = Poll::default();
         poll.wake(longest);
         assert!(poll.is_over());
-        poll.rest();
-        poll.wake(longest);
+        // Two requests, and then none for long.
+        for _ in 0..10 {
+            poll.rest();
+            poll.wake(longest);
+            assert!(poll.is_over());
+            poll.rest();
+            poll.wake(Duration::ZERO);
+            assert!(poll.is_over());
+        }
+        (0..2).for_each(|_| {
+            poll.rest();
+            poll.wake(longest);
+        });
         assert_eq!(poll.time, SHORTEST);
         (0..100).for_each(|_| {
             poll.rest();
