@@ -4,6 +4,7 @@
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::process::Command;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
@@ -61,7 +62,7 @@ impl Transport for Here {
         Ok(())
     }
 
-    fn park(&mut self, _bytes: usize, _release: Release) -> Option<(ReplySender, Stopping)> {
+    fn park(&mut self, _bytes: usize, _release: Arc<dyn Release>) -> Option<(ReplySender, Stopping)> {
         let (send, parked) = channel();
         self.parked = Some(parked);
         Some((Box::new(move |reply| drop(send.send(reply))), Box::new(|| false)))

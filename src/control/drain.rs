@@ -11,6 +11,7 @@ use tokio::time::sleep;
 use super::api::{Drained, Refusal};
 use super::{Aside, Sources};
 use crate::device::Monitor;
+use crate::fuse::Release;
 
 /// How often to look whether requests are still in flight. A request takes some microseconds, and a drain happens
 /// rarely.

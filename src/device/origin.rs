@@ -141,9 +141,9 @@ impl<H: Handler> Transport for Origin<'_, H> {
         }
     }
 
-    fn defer(&mut self, since: Option<Instant>, release: Release) -> Option<(Serve, Stopping)> {
+    fn defer(&mut self, since: Option<Instant>, release: Arc<dyn Release>) -> Option<(Serve, Stopping)> {
         self.left = true;
-        self.ring.release_deferred_by(release);
+        self.ring.release_by(release);
         let (service, ring, job) = (self.service.clone(), self.ring.clone(), self.anew(since));
         let stopping = move || ring.stopping().load(Ordering::SeqCst);
         Some((Box::new(move || service.work(job)), Box::new(stopping)))
@@ -185,9 +185,9 @@ impl<H: Handler> Transport for Origin<'_, H> {
         self.ring.stopping().load(Ordering::Relaxed)
     }
 
-    fn park(&mut self, bytes: usize, release: Release) -> Option<(ReplySender, Stopping)> {
+    fn park(&mut self, bytes: usize, release: Arc<dyn Release>) -> Option<(ReplySender, Stopping)> {
         self.left = true;
-        self.ring.release_parked_by(release);
+        self.ring.release_by(release);
         // A stop waits for it, after it has had it answered.
         let (busy, parked) = (self.ring.occupy(), Locked::new(self.ring.locks()));
         let completion = self.ring.completion(self.head, self.segments, bytes);

@@ -6,7 +6,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, Weak};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::event::{EventfdFlags, eventfd};
@@ -54,10 +54,8 @@ pub struct Ring {
     stopping: AtomicBool,
     /// Requests that wait for a lock, or that are parked.
     locks: Arc<AtomicU32>,
-    /// Has the parked requests answered.
-    parked: OnceLock<Release>,
-    /// Has the requests served that are to be served later.
-    deferred: OnceLock<Release>,
+    /// What its requests may wait for, each once.
+    releases: Mutex<Vec<Arc<dyn Release>>>,
 }
 
 /// The event by which the driver tells of new chains. vhost-user-backend has another one in its place, which never
@@ -422,7 +420,8 @@ impl Ring {
             }
             self.flush(&self.mem.memory(), used);
             // Those that come to wait from now on see that the ring is stopping.
-            self.parked.get().into_iter().chain(self.deferred.get()).for_each(|release| release());
+            let releases = self.releases.lock().clone();
+            releases.iter().for_each(|release| release.release());
             let mut busy = self.busy.lock();
             if *busy == 0 {
                 drop(busy);
@@ -437,14 +436,12 @@ impl Ring {
         }
     }
 
-    /// Has parked requests answered by this whenever the ring stops.
-    pub fn release_parked_by(&self, release: Release) {
-        let _ = self.parked.get_or_init(|| release);
-    }
-
-    /// Has deferred requests served by this whenever the ring stops.
-    pub fn release_deferred_by(&self, release: Release) {
-        let _ = self.deferred.get_or_init(|| release);
+    /// Whenever the ring stops, the requests that wait for this are answered.
+    pub fn release_by(&self, release: Arc<dyn Release>) {
+        let mut releases = self.releases.lock();
+        if !releases.iter().any(|known| std::ptr::addr_eq(Arc::as_ptr(known), Arc::as_ptr(&release))) {
+            releases.push(release);
+        }
     }
 
     /// Whether chains may be taken from it.
@@ -644,8 +641,7 @@ impl VringT<GuestMemory> for Vring {
             busy: Mutex::default(),
             idle: Condvar::new(),
             stopping: AtomicBool::new(false),
-            parked: OnceLock::new(),
-            deferred: OnceLock::new(),
+            releases: Mutex::default(),
             locks: Arc::default(),
         })))
     }

@@ -221,7 +221,7 @@ impl<F: FileSystem> Server<F> {
         if self.throttle.admit(kind, bytes) {
             return false;
         }
-        let Some((serve, stopping)) = reply.defer(self.throttle.releaser()) else { return false };
+        let Some((serve, stopping)) = reply.defer(self.throttle.clone()) else { return false };
         self.throttle.wait(kind, bytes, serve);
         if stopping() {
             // The stop may have released the others before.

@@ -2,6 +2,7 @@
 //! header before it. A reply that comes later is detached and answered from another thread.
 
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
 use rustix::io::Errno;
 use zerocopy::{Immutable, IntoBytes};
@@ -180,7 +181,7 @@ impl<'a> Reply<'a> {
     }
 
     /// See [`Transport::defer`].
-    pub fn defer(&mut self, release: Release) -> Option<(Serve, Stopping)> {
+    pub fn defer(&mut self, release: Arc<dyn Release>) -> Option<(Serve, Stopping)> {
         let To::Place { from, meter, .. } = &mut self.to else { return None };
         let deferred = from.defer(meter.since, release)?;
         self.to = To::Nowhere;
@@ -212,7 +213,7 @@ impl<'a> Reply<'a> {
     ///
     /// # Errors
     /// EOPNOTSUPP if the transport cannot do that.
-    pub fn park(&mut self, bytes: usize, release: Release) -> Result<(Reply<'static>, Stopping)> {
+    pub fn park(&mut self, bytes: usize, release: Arc<dyn Release>) -> Result<(Reply<'static>, Stopping)> {
         let To::Place { writable, from, .. } = &mut self.to else { return Err(Errno::OPNOTSUPP) };
         let room = writable.len();
         let (back, stopping) = from.park(HEADER + bytes, release).ok_or(Errno::OPNOTSUPP)?;

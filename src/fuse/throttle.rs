@@ -321,18 +321,6 @@ impl Throttle {
         }
     }
 
-    /// Serves all that wait, whatever the limits are: somebody waits for the end of what is in flight.
-    pub fn release(&self) {
-        let waiting = std::mem::take(&mut self.state.lock().waiting);
-        waiting.into_iter().flatten().for_each(|waiting| (waiting.serve)());
-    }
-
-    /// [`release`](Self::release), for a queue.
-    pub fn releaser(self: &Arc<Self>) -> Release {
-        let throttle = self.clone();
-        Arc::new(move || throttle.release())
-    }
-
     /// What waits and has waited.
     pub fn waits(&self) -> Waits {
         let state = self.state.lock();
@@ -357,6 +345,14 @@ impl Throttle {
                 return;
             }
         }
+    }
+}
+
+impl Release for Throttle {
+    /// Serves all that wait, whatever the limits are: somebody waits for the end of what is in flight.
+    fn release(&self) {
+        let waiting = std::mem::take(&mut self.state.lock().waiting);
+        waiting.into_iter().flatten().for_each(|waiting| (waiting.serve)());
     }
 }
 

@@ -44,9 +44,9 @@ pub trait Transport: Send {
     /// Serves the request again from its beginning on a thread that may wait. Nothing may have come of it yet. `since`:
     /// when it began, if it is measured.
     fn serve_anew(&mut self, since: Option<Instant>);
-    /// Like [`serve_anew`](Self::serve_anew), but when what it returns is called. `release` has that done at once when
+    /// Like [`serve_anew`](Self::serve_anew), but when what it returns is called. `release` is asked to do that when
     /// the queue stops. Also returns what tells whether the queue is stopping. `None`: the transport cannot do that.
-    fn defer(&mut self, _since: Option<Instant>, _release: Release) -> Option<(Serve, Stopping)> {
+    fn defer(&mut self, _since: Option<Instant>, _release: Arc<dyn Release>) -> Option<(Serve, Stopping)> {
         None
     }
     /// The way back for a reply that comes from another thread. The length that
@@ -63,9 +63,8 @@ pub trait Transport: Send {
         false
     }
     /// Like [`detach`](Self::detach), for a request that waits for something to happen. It counts as no work in
-    /// progress. Its reply has at most `bytes`. `release` is called when its queue stops, and has such requests
-    /// answered at once. Also returns what tells whether the queue is stopping. `None`: the transport cannot do that.
-    fn park(&mut self, _bytes: usize, _release: Release) -> Option<(ReplySender, Stopping)> {
+    /// progress. Its reply has at most `bytes`. `release` is asked for it when its queue stops. Also returns what tells whether the queue is stopping. `None`: the transport cannot do that.
+    fn park(&mut self, _bytes: usize, _release: Arc<dyn Release>) -> Option<(ReplySender, Stopping)> {
         None
     }
 }
@@ -73,8 +72,11 @@ pub trait Transport: Send {
 /// Serves a request that has waited. It is called on any thread, and does not wait.
 pub type Serve = Box<dyn FnOnce() + Send>;
 
-/// Has the requests answered that wait for something which need not happen.
-pub type Release = Arc<dyn Fn() + Send + Sync>;
+/// What requests wait for, and what need not happen.
+pub trait Release: Send + Sync {
+    /// Has all of them answered or served at once.
+    fn release(&self);
+}
 
 /// Whether a queue is stopping.
 pub type Stopping = Box<dyn FnOnce() -> bool>;

@@ -12,12 +12,19 @@ use super::super::abi::*;
 use super::super::ops::*;
 use super::super::reply::Reply;
 use super::super::request::Request;
+use super::super::transport::Release;
 use crate::agent::{Agents, Look, Made, Work, is_phantom, next_phantom, phantom_format, phantom_of};
 use crate::watch::FileId;
 
 /// An open that the agent makes for IN_CLOSE_WRITE. No file has this `fh`, so its RELEASE finds nothing.
 const AGENTS_OPEN: OpenOut =
     OpenOut { fh: u64::MAX, open_flags: OpenFlags::KEEP_CACHE.union(OpenFlags::NOFLUSH).bits(), backing_id: 0 };
+
+impl Release for Agents {
+    fn release(&self) {
+        self.release();
+    }
+}
 
 impl<F: FileSystem> Server<F> {
     /// The agent's own calls of ioctl(2), which any process may make.
@@ -73,9 +80,7 @@ impl<F: FileSystem> Server<F> {
                 // Once it is parked, no errno can be told. And only the agent looks at all nodes.
                 agents.may_wait(pid)?;
                 agents.look_again(|| self.fs.known_nodes());
-                let release = agents.clone();
-                let (late, stopping) =
-                    reply.park(size_of::<IoctlOut>() + MESSAGE, Arc::new(move || release.release()))?;
+                let (late, stopping) = reply.park(size_of::<IoctlOut>() + MESSAGE, agents.clone())?;
                 let answer = |batch: Vec<u8>| {
                     let mut late = late;
                     let put = late.put(&IoctlOut::default()).and_then(|()| late.put(&batch[..]));
