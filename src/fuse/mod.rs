@@ -25,7 +25,7 @@ use metrics::{Counters, Meter, Shard};
 use ops::*;
 pub use reply::Reply;
 use request::Request;
-use throttle::{Kind, Rates, Throttle};
+use throttle::{Kind, Throttle};
 pub use transport::{Io, Job, Release, ReplySender, Serve, Stopping, Transport};
 
 /// Largest WRITE and READ that is offered, in bytes. The guest lowers it to what its virtqueue's descriptors carry
@@ -83,7 +83,7 @@ impl<F: FileSystem> Server<F> {
     /// A server without a session.
     pub fn new(fs: F) -> Self {
         let session = Arc::new(AtomicU64::new(CLOSED));
-        let throttle = Throttle::new(Rates::default(), Rates::default());
+        let throttle = Throttle::new();
         Self { fs: Arc::new(fs), session, counters: Arc::default(), minor: Arc::default(), throttle }
     }
 

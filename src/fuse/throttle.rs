@@ -238,24 +238,24 @@ pub struct Waits {
 }
 
 impl Throttle {
-    /// `iops`: requests in a second. `bandwidth`: bytes in a second.
-    pub fn new(iops: Rates, bandwidth: Rates) -> Arc<Self> {
-        Self::with_clock(iops, bandwidth, Box::new(Instant::now))
+    /// Without limits.
+    pub fn new() -> Arc<Self> {
+        Self::with_clock(Box::new(Instant::now))
     }
 
-    fn with_clock(iops: Rates, bandwidth: Rates, clock: Box<dyn Fn() -> Instant + Send + Sync>) -> Arc<Self> {
+    fn with_clock(clock: Box<dyn Fn() -> Instant + Send + Sync>) -> Arc<Self> {
+        let none = Rates::default();
         let state = State {
-            rates: [iops, bandwidth],
-            requests: Buckets::new(&iops),
-            bytes: Buckets::new(&bandwidth),
+            rates: [none; 2],
+            requests: Buckets::new(&none),
+            bytes: Buckets::new(&none),
             filled: clock(),
             waiting: Default::default(),
             waited: Default::default(),
             number: 0,
             runs: false,
         };
-        let on = AtomicBool::new(state.is_on());
-        Arc::new(Self { on, state: Mutex::new(state), changed: Condvar::new(), clock })
+        Arc::new(Self { on: AtomicBool::new(false), state: Mutex::new(state), changed: Condvar::new(), clock })
     }
 
     /// Whether there are limits.
@@ -268,7 +268,7 @@ impl Throttle {
         self.state.lock().rates
     }
 
-    /// Sets other limits. The buckets are full then.
+    /// Sets other limits. The buckets are full then. `iops`: requests in a second. `bandwidth`: bytes in a second.
     pub fn set(self: &Arc<Self>, iops: Rates, bandwidth: Rates) {
         let mut state = self.state.lock();
         state.rates = [iops, bandwidth];

@@ -13,7 +13,9 @@ impl Test {
         let now = Arc::new(Mutex::new(Instant::now()));
         let theirs = now.clone();
         let clock = Box::new(move || *theirs.lock());
-        Self { throttle: Throttle::with_clock(rates(iops), rates(bandwidth), clock), now }
+        let throttle = Throttle::with_clock(clock);
+        throttle.set(rates(iops), rates(bandwidth));
+        Self { throttle, now }
     }
 
     fn pass(&self, time: Duration) {
@@ -146,7 +148,8 @@ fn a_release_and_the_end_of_the_limits_serve_all() {
 
 #[test]
 fn a_thread_ends_the_waits_while_there_are_any() {
-    let throttle = Throttle::new(rates("read=1000000"), Rates::default());
+    let throttle = Throttle::new();
+    throttle.set(rates("read=1000000"), Rates::default());
     for _ in 0..3 {
         throttle.charge(Kind::Read, 0);
         throttle.state.lock().requests.take(Kind::Read, 1_001_000);
