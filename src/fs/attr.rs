@@ -26,6 +26,9 @@ use crate::fuse::ops::{Attrs, Caller, Result};
 const KILLS: SetattrValid =
     SetattrValid::FH.union(SetattrValid::LOCKOWNER).union(SetattrValid::KILL_SUIDGID).union(SetattrValid::CTIME);
 
+/// A SETATTR that changes the owner or the group.
+const OWNER: SetattrValid = SetattrValid::UID.union(SetattrValid::GID);
+
 /// What a guest with a write-back cache sends of each file that it has removed (fuse_flush_times() of fs/fuse/inode.c).
 /// Its syncfs(2) would tell of a failure.
 const OWN_TIMES: SetattrValid = SetattrValid::MTIME.union(SetattrValid::CTIME);
@@ -178,36 +181,11 @@ impl PassthroughFs {
             let _ = chownat(fd, c"", None, None, AtFlags::EMPTY_PATH);
             return Ok(());
         }
-        let owns = SetattrValid::UID | SetattrValid::GID;
-        if self.keeps_owners() && valid.intersects(owns | SetattrValid::MODE) {
-            self.change_owner(fd, a)?;
-        }
-        // The owner comes before the mode, since chown(2) clears set-id bits.
-        if valid.intersects(owns) && !self.keeps_owners() {
-            let uid = valid.contains(SetattrValid::UID).then(|| self.host_uid(a.uid)).transpose()?;
-            let gid = valid.contains(SetattrValid::GID).then(|| self.host_gid(a.gid)).transpose()?;
-            // The kernel also looks whether the caller is in the new group, which only the guest knows. So who keeps a
-            // set-group-ID bit has CAP_FSETID here. The guest's root is taken to have it.
-            let known = self.has(InitFlags::HANDLE_KILLPRIV_V2) && ![0, NO_ID].contains(&by.uid);
-            match known && !self.is_of_group(by, &stat(fd, c"")?) {
-                true => self.set_id_kept(fd, Some(by)),
-                false => cred::keep_setid(),
+        if valid.intersects(OWNER | SetattrValid::MODE) {
+            match self.keeps_owners() {
+                true => self.change_owner(fd, a)?,
+                false => self.change_host_owner(fd, a, by)?,
             }
-            let owned = chownat(fd, c"", uid.map(Uid::from_raw), gid.map(Gid::from_raw), AtFlags::EMPTY_PATH);
-            if let Err(Errno::INVAL | Errno::PERM) = owned {
-                let st = stat(fd, c"")?;
-                match (uid, gid) {
-                    (Some(uid), _) if uid != st.stx_uid => self.say_denied("user", a.uid, uid),
-                    (_, Some(gid)) if gid != st.stx_gid => self.say_denied("group", a.gid, gid),
-                    _ => {}
-                }
-            }
-            owned?;
-            self.drop_capability(fd);
-        }
-        if valid.contains(SetattrValid::MODE) && !self.keeps_owners() {
-            cred::keep_setid();
-            chmodat(CWD, FdPath::new(fd).as_cstr(), Mode::from_raw_mode(a.mode & 0o7777), AtFlags::empty())?;
         }
         if valid.contains(SetattrValid::SIZE) {
             let kill = self.has(InitFlags::HANDLE_KILLPRIV_V2) && valid.contains(SetattrValid::KILL_SUIDGID);
@@ -233,6 +211,39 @@ impl PassthroughFs {
                 last_modification: time(SetattrValid::MTIME, SetattrValid::MTIME_NOW, a.mtime, a.mtimensec),
             };
             utimensat(fd, c"", &times, AtFlags::EMPTY_PATH)?;
+        }
+        Ok(())
+    }
+
+    /// Sets owner, group and mode of a file on the host, as a SETATTR says.
+    fn change_host_owner(&self, fd: BorrowedFd, a: &SetattrIn, by: Caller) -> Result<()> {
+        let valid = SetattrValid::from_bits_truncate(a.valid);
+        // The owner comes before the mode, since chown(2) clears set-id bits.
+        if valid.intersects(OWNER) {
+            let uid = valid.contains(SetattrValid::UID).then(|| self.host_uid(a.uid)).transpose()?;
+            let gid = valid.contains(SetattrValid::GID).then(|| self.host_gid(a.gid)).transpose()?;
+            // The kernel also looks whether the caller is in the new group, which only the guest knows. So who keeps a
+            // set-group-ID bit has CAP_FSETID here. The guest's root is taken to have it.
+            let known = self.has(InitFlags::HANDLE_KILLPRIV_V2) && ![0, NO_ID].contains(&by.uid);
+            match known && !self.is_of_group(by, &stat(fd, c"")?) {
+                true => self.set_id_kept(fd, Some(by)),
+                false => cred::keep_setid(),
+            }
+            let owned = chownat(fd, c"", uid.map(Uid::from_raw), gid.map(Gid::from_raw), AtFlags::EMPTY_PATH);
+            if let Err(Errno::INVAL | Errno::PERM) = owned {
+                let st = stat(fd, c"")?;
+                match (uid, gid) {
+                    (Some(uid), _) if uid != st.stx_uid => self.say_denied("user", a.uid, uid),
+                    (_, Some(gid)) if gid != st.stx_gid => self.say_denied("group", a.gid, gid),
+                    _ => {}
+                }
+            }
+            owned?;
+            self.drop_capability(fd);
+        }
+        if valid.contains(SetattrValid::MODE) {
+            cred::keep_setid();
+            chmodat(CWD, FdPath::new(fd).as_cstr(), Mode::from_raw_mode(a.mode & 0o7777), AtFlags::empty())?;
         }
         Ok(())
     }
