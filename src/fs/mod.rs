@@ -73,7 +73,8 @@ pub use inspect::{InodeFacts, InodeOrder};
 use lease::{ChangeForwarder, Leases};
 use listing::Listings;
 use lock::Locks;
-pub use probe::{Probe, keeps_owners, probe};
+pub use owner::can_keep_owners;
+pub use probe::{Probe, probe};
 #[cfg(test)]
 pub(crate) use sys::{file_id, truncate};
 
@@ -122,7 +123,7 @@ impl PassthroughFs {
         sys::catch_interrupt()?;
         sys::ignore_lease_signal()?;
         if config.ownership == Ownership::Xattr {
-            owner::check(root.as_fd())?;
+            can_keep_owners(fd::FdPath::new(root.as_fd()).as_cstr())?;
         }
         let mut why_no_handles = Some("--inode-file-handles=never".to_owned());
         let mut mounts = Mounts::default();

@@ -14,6 +14,7 @@ use rustix::fs::{
     mkdirat, openat, setxattr, unlinkat,
 };
 use rustix::io::Errno;
+use rustix::path::Arg;
 
 use super::attr::decode_rdev;
 use super::fd::{FdPath, stat};
@@ -186,12 +187,12 @@ fn keep_at(fd: BorrowedFd, owner: Owner) -> Result<()> {
     setxattr(FdPath::new(fd).as_cstr(), OVERRIDE, owner.to_string().as_bytes(), XattrFlags::empty())
 }
 
-/// Whether the file system of a directory has the attribute.
+/// Whether `--ownership=xattr` can keep owners in the file system of `path`.
 ///
 /// # Errors
-/// EOPNOTSUPP if it has none.
-pub fn check(dir: BorrowedFd) -> Result<()> {
-    match getxattr(FdPath::new(dir).as_cstr(), OVERRIDE, &mut [0; LONGEST]) {
+/// EOPNOTSUPP if it has no such attributes.
+pub fn can_keep_owners(path: impl Arg) -> Result<()> {
+    match getxattr(path, OVERRIDE, &mut [0; LONGEST]) {
         Err(Errno::OPNOTSUPP) => Err(Errno::OPNOTSUPP),
         _ => Ok(()),
     }

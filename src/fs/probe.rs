@@ -3,10 +3,7 @@
 use std::io;
 use std::os::fd::BorrowedFd;
 
-use rustix::fs::{XattrFlags, fsetxattr};
-
 use super::host::HostFs;
-use super::owner::OVERRIDE;
 use super::sys;
 use crate::watch::{Target, Watch};
 
@@ -24,14 +21,6 @@ pub fn probe(dir: BorrowedFd) -> Probe {
     let host = HostFs::of(dir);
     let handles = sys::name_to_handle(dir).and_then(|(raw, _)| sys::open_by_handle(dir, &raw, libc::O_PATH));
     Probe { handles: handles.map(drop).map_err(Into::into), watch: watch(dir, &host) }
-}
-
-/// Tries to keep the owner of this file, which is open for writing, as `--ownership=xattr` does.
-///
-/// # Errors
-/// Those of fsetxattr(2), EOPNOTSUPP above all.
-pub fn keeps_owners(file: BorrowedFd) -> io::Result<()> {
-    Ok(fsetxattr(file, OVERRIDE, b"0:0:0600:file", XattrFlags::empty())?)
 }
 
 fn watch(dir: BorrowedFd, host: &HostFs) -> io::Result<()> {

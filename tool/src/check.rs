@@ -12,7 +12,7 @@ use rustix::fs::{AtFlags, CWD, OFlags, StatxFlags, statx};
 use rustix::thread::{CapabilitySet, capabilities};
 use serde_json::json;
 use thruway::device::Urings;
-use thruway::fs::{keeps_owners, probe};
+use thruway::fs::{can_keep_owners, probe};
 use thruway::sandbox::{self, Sandbox, caps, cgroup, seccomp};
 use thruway::window::Stores;
 use thruway::window::proxy::{self, Guard, GuardMode, Kind, Proxy};
@@ -412,7 +412,7 @@ impl Dir {
 
     fn ownership(&self) -> Found {
         let kept = self.file.as_ref().map_err(|e| io::Error::new(e.kind(), e.to_string()));
-        match kept.and_then(|file| keeps_owners(file.as_fd())) {
+        match kept.and_then(|_| Ok(can_keep_owners(&self.path)?)) {
             Ok(()) => Ok("an ordinary user's daemon keeps the guest's owners with --ownership=xattr".into()),
             Err(e) => missing(
                 format!("--ownership=xattr does not work here: {e}"),
