@@ -25,7 +25,7 @@ use processes::{run_mounting, skip, this};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use thruway::device::{self, Urings};
-use thruway::fs::{CachePolicy, Config, FileHandles, PassthroughFs, proc_self_fd};
+use thruway::fs::{CachePolicy, Config, FileHandles, NoOpen, PassthroughFs, proc_self_fd};
 use thruway::fuse::abi::*;
 use thruway::fuse::buf::IoRange;
 use thruway::fuse::ops::{Attrs, Caller, Control, DirSink, Dirs, Files, Names, Threads, Wait};
@@ -44,6 +44,7 @@ const TESTS: &[(&str, Test)] = &[
     ("a_number_that_is_used_again_is_another_file", a_number_that_is_used_again_is_another_file),
     ("listed_files_are_held", listed_files_are_held),
     ("nothing_is_leased_or_kept", nothing_is_leased_or_kept),
+    ("files_are_opened_with_messages", files_are_opened_with_messages),
     ("there_is_no_window", there_is_no_window),
 ];
 
@@ -553,6 +554,19 @@ fn nothing_is_leased_or_kept() {
     assert_eq!(look(&far.mount), (1, 1, 1, 1, 0));
     // The same directory without the mount has leases, unless it is on a file system that nobody watches.
     println!("without the mount: {:?}", look(&far.dir));
+}
+
+/// A server may keep a removed file only while it is open: the daemon must know what the guest has open.
+fn files_are_opened_with_messages() {
+    let far = Far::new();
+    let settled = |share: &Path| {
+        let fs = session(share, Config { cache: CachePolicy::Always, no_open: NoOpen::Always, ..prefer() });
+        fs.enter_thread(false);
+        fs.init(InitFlags::all() - InitFlags::PASSTHROUGH_SHM).unwrap().flags
+    };
+    let no_open = InitFlags::NO_OPEN_SUPPORT | InitFlags::NO_OPENDIR_SUPPORT;
+    assert_eq!(settled(&far.dir) & no_open, no_open);
+    assert_eq!(settled(&far.mount) & no_open, InitFlags::NO_OPENDIR_SUPPORT);
 }
 
 /// Another host may truncate a mapped file. No guard here holds that up, and QEMU would get SIGBUS.

@@ -130,6 +130,9 @@ pub struct HostFs {
     pub watchable: bool,
     /// A server has the files. Any system call may wait for it, however small, and without end.
     pub remote: bool,
+    /// A removed file stays only while it is open, which an O_PATH descriptor is not: many a server of FUSE finds files
+    /// by their paths.
+    pub removes_unopened: bool,
     /// A file's contents are made when they are read. Its size says nothing.
     pub made: bool,
     /// A copy of a file may share its blocks.
@@ -151,6 +154,7 @@ impl HostFs {
         let ctime_reliable = CTIME_RELIABLE.contains(&kind);
         let watchable = WATCHABLE.contains(&kind);
         let remote = REMOTE.contains(&kind);
+        let removes_unopened = kind == libc::FUSE_SUPER_MAGIC;
         let made = MADE.contains(&kind);
         let shares_blocks = kind == libc::XFS_SUPER_MAGIC;
         let copies_on_write = Stores::of(fd).is_ok_and(|stores| stores == Stores::Elsewhere);
@@ -163,6 +167,7 @@ impl HostFs {
             ctime_reliable,
             watchable,
             remote,
+            removes_unopened,
             made,
             shares_blocks,
             copies_on_write,

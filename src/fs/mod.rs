@@ -314,7 +314,8 @@ impl PassthroughFs {
             wanted |= InitFlags::NO_OPENDIR_SUPPORT;
             // An OPEN is the only message by which a guest hears that it may not write. Without it, stores to a
             // mapping and what a write-back cache holds would be lost.
-            if offered.contains(InitFlags::NO_OPEN_SUPPORT) && (moved || !self.is_read_only()) {
+            let needs_opens = || self.is_read_only() || self.removes_unopened();
+            if offered.contains(InitFlags::NO_OPEN_SUPPORT) && (moved || !needs_opens()) {
                 wanted |= InitFlags::NO_OPEN_SUPPORT;
                 // Linux would leave the truncation to an OPEN that it does not send.
                 wanted -= InitFlags::ATOMIC_O_TRUNC;

@@ -69,6 +69,19 @@ impl PassthroughFs {
         }
     }
 
+    /// Whether the host keeps a removed file only while the daemon has it open. Then it must know what the guest has
+    /// open.
+    pub(super) fn removes_unopened(&self) -> bool {
+        let removes = self.root_host().is_ok_and(|root| root.removes_unopened);
+        if removes && self.config.no_open == NoOpen::Always {
+            tracing::warn!(
+                "--no-open=always does not hold for files: the shared directory is on FUSE, whose server would lose a \
+                 removed file that the guest has open"
+            );
+        }
+        removes
+    }
+
     /// Whether OPEN and CREATE give handles.
     pub(super) fn gives_handles(&self) -> bool {
         !self.has(InitFlags::NO_OPEN_SUPPORT)

@@ -63,7 +63,8 @@ pub trait Transport: Send {
         false
     }
     /// Like [`detach`](Self::detach), for a request that waits for something to happen. It counts as no work in
-    /// progress. Its reply has at most `bytes`. `release` is asked for it when its queue stops. Also returns what tells whether the queue is stopping. `None`: the transport cannot do that.
+    /// progress. Its reply has at most `bytes`. `release` is asked for it when its queue stops. Also returns what tells
+    /// whether the queue is stopping. `None`: the transport cannot do that.
     fn park(&mut self, _bytes: usize, _release: Arc<dyn Release>) -> Option<(ReplySender, Stopping)> {
         None
     }

@@ -125,7 +125,10 @@ case_distributed_names() {
         far_share share "$name"
         start_daemon "$name" "$share"
         arguments+=(--fs "$name=$work/sockets/$name")
-        shares+=("/mnt/$name")
+        # The same with an option that does not hold there: the server keeps a removed file only while it is open.
+        start_daemon "$name-no-open" "$share" --cache=always --no-open=always --log-level=error
+        arguments+=(--fs "$name-no-open=$work/sockets/$name-no-open")
+        shares+=("/mnt/$name" "/mnt/$name-no-open")
     done
     guest names --kind uml --timeout 1200 "${arguments[@]}" "$guest_dir/own-directories.py" "$(pick 100 2000)" "${shares[@]}"
     logs_are_clean "$work/daemons.logs"
