@@ -2,7 +2,8 @@
 //! nothing on the host.
 
 use std::os::fd::OwnedFd;
-use std::path::Path;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
@@ -258,6 +259,7 @@ fn the_agent_changes_nothing_that_it_was_not_asked_for() {
     names.sort();
     assert_eq!(names, ["kept", "new"]);
     assert_eq!(std::fs::read(guest.dir.path().join("kept")).unwrap(), b"KEPT");
+    assert_ne!(std::fs::metadata(guest.dir.path().join("kept")).unwrap().mode() & 0o777, 0o777);
     // A user next to it is an ordinary one.
     guest.call(USER, Opcode::Unlink, ROOT_ID, &[b"kept\0"]).unwrap();
     assert!(!guest.dir.path().join("kept").exists());
@@ -391,6 +393,66 @@ fn it_is_told_the_present_state_and_keeps_nothing() {
     guest.forget(node, 1);
     let gone = guest.call(USER, Opcode::Getattr, node, &[GetattrIn::default().as_bytes()]);
     assert_eq!(gone.unwrap_err(), libc::ESTALE);
+}
+
+/// The guest's kernel marks a directory that it removes as dead, also for the lookup of its new name.
+#[test]
+fn a_directory_that_has_moved_is_never_removed() {
+    let mut guest = Guest::new();
+    let far = tempfile::tempdir_in("/var/tmp").unwrap();
+    for name in ["near", "out", "deep", "deep/down"] {
+        std::fs::create_dir(guest.dir.path().join(name)).unwrap();
+    }
+    let nodes = ["near", "out"].map(|name| guest.lookup(USER, name).unwrap().nodeid);
+    guest.register();
+    let out = far.path().to_owned();
+    // To where the guest has never been, and out of the share.
+    let moves: [(&str, PathBuf); 2] = [("near", guest.dir.path().join("deep/down")), ("out", out)];
+    for ((name, to), node) in moves.into_iter().zip(nodes) {
+        let mut all = Vec::new();
+        while !all.iter().any(|change: &Change| change.node == node && change.has(ops::RENAME)) {
+            let parked = guest.wait();
+            if all.is_empty() {
+                sh(&format!("mv {}/{name} {}", guest.dir.path().display(), to.display()));
+            }
+            all.extend(guest.got(&parked).changes);
+        }
+        assert!(!all.iter().any(|change| change.has(ops::REMOVE)), "{name}: {all:?}");
+        let old = [name.as_bytes(), b"\0"].concat();
+        for opcode in [Opcode::Rmdir, Opcode::Unlink] {
+            assert_eq!(guest.call(AGENT, opcode, ROOT_ID, &[&old]), Err(libc::EPERM), "{name}");
+        }
+        assert_eq!(guest.lookup(AGENT, name).unwrap().nodeid, node);
+        let rename = RenameIn { newdir: guest.hidden };
+        guest.call(AGENT, Opcode::Rename, ROOT_ID, &[rename.as_bytes(), &old, &old]).unwrap();
+        assert_eq!(guest.lookup(USER, name).map_or(0, |entry| entry.nodeid), 0);
+    }
+}
+
+/// The kernel of a guest with a write-back cache sends its own times of a file whose name it removes or moves, at once
+/// and by the thread that does it (fuse_update_ctime() of fs/fuse/dir.c). They may be older than the host's.
+#[test]
+fn times_that_come_with_a_removal_are_not_set() {
+    let mut guest = Guest::with(Config { writeback: true, ..Config::default() });
+    let path = guest.dir.path().join("file");
+    file(guest.dir.path(), "file");
+    std::fs::hard_link(&path, guest.dir.path().join("second")).unwrap();
+    let node = guest.lookup(USER, "file").unwrap().nodeid;
+    guest.lookup(USER, "second").unwrap();
+    guest.register();
+    let mut batch = guest.batch(|dir| sh(&format!("rm {}", dir.join("second").display())));
+    while !batch.changes.iter().any(|change| change.has(ops::REMOVE)) {
+        batch = guest.batch(|_| {});
+    }
+    guest.call(AGENT, Opcode::Unlink, ROOT_ID, &[b"second\0"]).unwrap();
+    let before = std::fs::metadata(&path).unwrap().mtime();
+    let valid = (SetattrValid::MTIME | SetattrValid::CTIME).bits();
+    let times = SetattrIn { valid, mtime: 7, ctime: 7, ..Default::default() };
+    // The kernel takes an error for one of the user's data, and tells it to the next fsync(2).
+    guest.call(AGENT, Opcode::Setattr, node, &[times.as_bytes()]).unwrap();
+    assert_eq!(std::fs::metadata(&path).unwrap().mtime(), before);
+    guest.call(USER, Opcode::Setattr, node, &[times.as_bytes()]).unwrap();
+    assert_eq!(std::fs::metadata(&path).unwrap().mtime(), 7);
 }
 
 #[test]
