@@ -18,7 +18,7 @@ use thruway::fuse::buf::IoRange;
 use thruway::fuse::ops::Wait;
 use thruway::fuse::{Io, Job, Release, ReplySender, Server, Stopping, Transport, Work};
 use thruway::watch::Watch;
-use thruway_guest::protocol::{self, Batch, Change, Done, Hello, MARKER, MESSAGE, PHANTOMS, ops};
+use thruway_guest::protocol::{self, Batch, Change, Done, Found, Hello, MARKER, MESSAGE, PHANTOMS, ops};
 use zerocopy::{FromBytes, IntoBytes};
 
 /// A limit on hangs.
@@ -410,7 +410,7 @@ fn a_directory_that_has_moved_is_never_removed() {
     let moves: [(&str, PathBuf); 2] = [("near", guest.dir.path().join("deep/down")), ("out", out)];
     for ((name, to), node) in moves.into_iter().zip(nodes) {
         let mut all = Vec::new();
-        while !all.iter().any(|change: &Change| change.node == node && change.has(ops::RENAME)) {
+        while !all.iter().any(|change: &Change| change.node == node && change.has(ops::RENAME | ops::REMOVE)) {
             let parked = guest.wait();
             if all.is_empty() {
                 sh(&format!("mv {}/{name} {}", guest.dir.path().display(), to.display()));
@@ -427,6 +427,37 @@ fn a_directory_that_has_moved_is_never_removed() {
         guest.call(AGENT, Opcode::Rename, ROOT_ID, &[rename.as_bytes(), &old, &old]).unwrap();
         assert_eq!(guest.lookup(USER, name).map_or(0, |entry| entry.nodeid), 0);
     }
+}
+
+/// For an overlay in the guest, which has the share as a lower layer.
+#[test]
+fn a_files_move_may_be_repeated_as_two_changes() {
+    let mut guest = Guest::new();
+    file(guest.dir.path(), "one");
+    file(guest.dir.path(), "two");
+    let [one, two] = ["one", "two"].map(|name| guest.lookup(USER, name).unwrap().nodeid);
+    guest.register();
+    let mut batch = guest.batch(|dir| sh(&format!("cd {}; mv one two", dir.display())));
+    let is = |change: &Change| change.has(ops::RENAME);
+    while !batch.changes.iter().any(is) {
+        batch = guest.batch(|_| {});
+    }
+    let index = batch.changes.iter().position(is).unwrap() as u32;
+    guest.ioctl(AGENT, protocol::FOUND, &Found { index, node: two }.encode()).unwrap();
+    // The watches of both outlive their names: none is the last one, as far as the kernel knows.
+    for (name, node) in [("one", one), ("two", two)] {
+        assert_eq!(guest.lookup(AGENT, name).unwrap().nodeid, node);
+        let attr = guest.call(AGENT, Opcode::Getattr, node, &[GetattrIn::default().as_bytes()]).unwrap();
+        let attr = AttrOut::read_from_bytes(&attr).unwrap();
+        let left = if node == one { 1 } else { 0 };
+        assert_eq!((attr.attr.nlink, attr.attr_valid), (left + 1, 0), "{name}");
+        guest.call(AGENT, Opcode::Unlink, ROOT_ID, &[name.as_bytes(), b"\0"]).unwrap();
+    }
+    assert_eq!(guest.lookup(AGENT, "two").unwrap_err(), libc::ENOENT);
+    assert!(guest.mknod(AGENT, ROOT_ID, "two").unwrap().nodeid >= PHANTOMS);
+    assert_eq!(guest.mknod(AGENT, ROOT_ID, "two").unwrap_err(), libc::EPERM);
+    assert_eq!(guest.lookup(USER, "two").unwrap().nodeid, one);
+    assert_eq!(std::fs::read(guest.dir.path().join("two")).unwrap(), b"one");
 }
 
 /// The kernel of a guest with a write-back cache sends its own times of a file whose name it removes or moves, at once

@@ -12,6 +12,7 @@ use std::fs;
 use std::io::Write;
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
@@ -102,7 +103,10 @@ const LOOK: Duration = Duration::from_secs(30);
 /// namespaces of others, and tries again what has failed. `only`: the one share to take up.
 fn follow(shares: &mut HashMap<u64, Option<Arc<Share>>>, all: bool, only: Option<u64>) -> std::io::Result<()> {
     let mut mounted = mounts::own()?;
-    if all || shares.keys().any(|dev| !mounts::has(&mounted, *dev)) {
+    let layered =
+        |share: &Option<Arc<Share>>| share.as_ref().is_some_and(|share| share.layered.load(Ordering::Relaxed));
+    let everywhere = all || shares.iter().any(|(dev, share)| !mounts::has(&mounted, *dev) || layered(share));
+    if everywhere {
         mounted = mounts::all()?;
     }
     mounted.retain(|mount| only.is_none_or(|only| mount.dev == only));
@@ -113,6 +117,9 @@ fn follow(shares: &mut HashMap<u64, Option<Arc<Share>>>, all: bool, only: Option
     });
     for mount in mounted {
         let known = shares.get(&mount.dev);
+        if let Some(Some(share)) = known {
+            share.layered.store(mount.layered, Ordering::Relaxed);
+        }
         match known {
             Some(Some(share)) if all => share.revive(),
             Some(Some(_)) => {}
@@ -120,7 +127,10 @@ fn follow(shares: &mut HashMap<u64, Option<Arc<Share>>>, all: bool, only: Option
             None | Some(None) => {
                 let share = Share::open(&mount);
                 match &share {
-                    Ok(share) => share.start(),
+                    Ok(share) => {
+                        share.layered.store(mount.layered, Ordering::Relaxed);
+                        share.start();
+                    }
                     Err(rustix::io::Errno::XDEV) if known.is_none() => {
                         say(&format!("{}: a submount, whose changes are not told", mount.path_here().display()));
                     }

@@ -20,6 +20,8 @@ pub struct Mount {
     pub tag: String,
     /// A process of the mount namespace, unless that is the agent's own.
     pub pid: Option<u32>,
+    /// An overlay has it, or a part of it, as a lower layer.
+    pub layered: bool,
 }
 
 impl Mount {
@@ -58,6 +60,9 @@ pub fn all() -> io::Result<Vec<Mount>> {
         if seen.insert(namespace) {
             let Ok(info) = fs::read(format!("/proc/{pid}/mountinfo")) else { continue };
             let more = shares(&info, Some(pid));
+            for mount in &mut found {
+                mount.layered |= more.iter().any(|other| other.dev == mount.dev && other.layered);
+            }
             found.extend(more.into_iter().filter(|mount| !has(&found, mount.dev)).collect::<Vec<_>>());
         }
     }
@@ -92,10 +97,34 @@ pub fn has(mounts: &[Mount], dev: u64) -> bool {
 
 /// The shares of a mountinfo file of proc(5), each once, and the whole one if it is there.
 fn shares(mountinfo: &[u8], pid: Option<u32>) -> Vec<Mount> {
-    let mut shares: Vec<Mount> = mountinfo.split(|byte| *byte == b'\n').filter_map(|line| parse(line, pid)).collect();
+    let lines = || mountinfo.split(|byte| *byte == b'\n');
+    let mut shares: Vec<Mount> = lines().filter_map(|line| parse(line, pid)).collect();
+    let lower: Vec<PathBuf> = lines().flat_map(lower_layers).collect();
+    for mount in &mut shares {
+        mount.layered = lower.iter().any(|layer| layer.starts_with(&mount.path));
+    }
+    // If one of its mounts is, the share is.
+    shares.sort_by_key(|mount| (mount.dev, !mount.layered));
+    for at in 1..shares.len() {
+        shares[at].layered |= shares[at].dev == shares[at - 1].dev && shares[at - 1].layered;
+    }
     shares.sort_by_key(|mount| (mount.dev, mount.root.len()));
     shares.dedup_by_key(|mount| mount.dev);
     shares
+}
+
+/// The lower layers of an overlay, as who has mounted it has named them.
+fn lower_layers(line: &[u8]) -> Vec<PathBuf> {
+    let mut rest = line.split(|byte| *byte == b' ').skip_while(|field| *field != b"-").skip(1);
+    let (Some(b"overlay"), Some(options)) = (rest.next(), rest.nth(1)) else { return Vec::new() };
+    // One of a list, or one of its own with fsconfig(2).
+    let options = options.split(|byte| *byte == b',');
+    let lists = options
+        .filter_map(|option| [&b"lowerdir="[..], b"lowerdir+="].iter().find_map(|key| option.strip_prefix(*key)));
+    lists
+        .flat_map(|list| list.split(|byte| *byte == b':'))
+        .map(|path| OsString::from_vec(unescape(path)).into())
+        .collect()
 }
 
 fn parse(line: &[u8], pid: Option<u32>) -> Option<Mount> {
@@ -114,6 +143,7 @@ fn parse(line: &[u8], pid: Option<u32>) -> Option<Mount> {
         root: OsString::from_vec(unescape(root)),
         tag: OsStr::from_bytes(&unescape(source)).to_string_lossy().into_owned(),
         pid,
+        layered: false,
     })
 }
 
@@ -154,11 +184,27 @@ mod tests {
             root: root.into(),
             tag: tag.into(),
             pid: None,
+            layered: false,
         };
         assert_eq!(
             shares(info, None),
             [mount(40, "/mnt/a b", "/", "tag\\x"), mount(41, "/mnt/part", "/part", "other")]
         );
         assert_eq!(shares(info, Some(7))[1].path_here(), PathBuf::from("/proc/7/root/mnt/part"));
+    }
+
+    #[test]
+    fn a_share_below_an_overlay_is_known() {
+        let layered = |options: &str| {
+            let overlay = format!("40 22 0:50 / /merged rw,relatime shared:9 - overlay overlay rw,{options}\n");
+            let info = "31 22 0:40 / /mnt/a\\040b rw - virtiofs tag rw\n32 22 0:40 /x /mnt/again rw - virtiofs tag rw\n\
+                33 22 0:41 / /mnt/ab rw - virtiofs other rw\n";
+            let found = shares([info, &overlay].concat().as_bytes(), None);
+            [found[0].layered, found[1].layered]
+        };
+        assert_eq!(layered("lowerdir=/lower,upperdir=/mnt/ab/u,workdir=/mnt/ab/w"), [false, false]);
+        assert_eq!(layered("lowerdir=/lower:/mnt/a\\040b/part,upperdir=/u,workdir=/w"), [true, false]);
+        assert_eq!(layered("lowerdir=/mnt/again/y:/lower"), [true, false]);
+        assert_eq!(layered("lowerdir+=/mnt/ab,lowerdir+=/lower,redirect_dir=on"), [false, true]);
     }
 }

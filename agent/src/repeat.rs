@@ -6,6 +6,7 @@ use std::collections::{HashMap, HashSet};
 use std::ffi::{CStr, CString};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::fs::{
     AtFlags, CWD, FileType, Mode, OFlags, RenameFlags, ResolveFlags, Statx, StatxFlags, Timespec, Timestamps,
@@ -48,6 +49,8 @@ pub struct Hands<'a> {
     token: &'a str,
     /// The share's device number.
     dev: u64,
+    /// An overlay has the share as a lower layer.
+    layered: &'a AtomicBool,
     /// The directory of the change before.
     last: Option<(u64, OwnedFd)>,
     /// Where directories were found last, by nodeid.
@@ -70,9 +73,15 @@ struct Here<'a> {
 }
 
 impl<'a> Hands<'a> {
-    pub fn new(root: BorrowedFd<'a>, hidden: BorrowedFd<'a>, token: &'a str, dev: u64) -> Self {
+    pub fn new(
+        root: BorrowedFd<'a>,
+        hidden: BorrowedFd<'a>,
+        token: &'a str,
+        dev: u64,
+        layered: &'a AtomicBool,
+    ) -> Self {
         let (paths, held) = (HashMap::new(), HashMap::new());
-        Self { root, hidden, token, dev, last: None, paths, moves: false, held, watched: None, keep: 0 }
+        Self { root, hidden, token, dev, layered, last: None, paths, moves: false, held, watched: None, keep: 0 }
     }
 
     /// Carries out a batch. Returns what to say of it.
@@ -348,8 +357,10 @@ impl<'a> Hands<'a> {
         let other = if change.to.dir == 0 { None } else { Some(self.directory(change.to.dir)?) };
         let to_dir = other.as_ref().map_or(hidden, |dir| dir.as_fd());
         let to = Here { dir: to_dir, name: CString::new(&change.to.name[..]).map_err(|_| Errno::INVAL)? };
+        let layered = self.layered.load(Ordering::Relaxed);
         let from = self.here(&change.place)?;
         let exchange = change.has(ops::EXCHANGE);
+        let mut replaces = false;
         if !exchange {
             match to.open().and_then(|file| Ok((sys::node_of(file.as_fd())?, file))) {
                 // Somebody has looked it up at its new place before.
@@ -361,12 +372,16 @@ impl<'a> Hands<'a> {
                     tell(root, Found { index, node })?;
                     // So that the kernel knows how many names it has.
                     let _ = look(file.as_fd());
+                    replaces = true;
                 }
                 Err(_) => {}
             }
         }
         let flags = if exchange { RenameFlags::EXCHANGE } else { RenameFlags::empty() };
-        let moved = from.asked(root, || renameat_with(from.dir, &from.name, to.dir, &to.name, flags));
+        let moved = match layered && !exchange && !change.has(ops::DIRECTORY) {
+            true => from.move_apart(root, &to, replaces, change),
+            false => from.asked(root, || renameat_with(from.dir, &from.name, to.dir, &to.name, flags)),
+        };
         if moved.is_err() {
             from.settle(root, index);
             to.settle(root, index);
@@ -420,6 +435,22 @@ impl Here<'_> {
         }
         let flags = if directory { AtFlags::REMOVEDIR } else { AtFlags::empty() };
         self.asked(root, || unlinkat(self.dir, &self.name, flags))
+    }
+
+    /// Moves a file as two changes. An overlay would find it by its old name for ever: the kernel's name of the file
+    /// that the overlay has is still right, at its new place.
+    fn move_apart(&self, root: BorrowedFd, to: &Here, replaces: bool, change: &Change) -> Result<()> {
+        let none = AtFlags::empty();
+        // So that the kernel knows how many names it has.
+        let _ = self.open().and_then(|file| look(file.as_fd()));
+        self.asked(root, || unlinkat(self.dir, &self.name, none))?;
+        if replaces {
+            to.asked(root, || unlinkat(to.dir, &to.name, none))?;
+        }
+        match change.to.dir {
+            0 => Ok(()),
+            _ => to.make(change),
+        }
     }
 
     /// Does what takes the name away. If the daemon wants that, the kernel asks for the name before.

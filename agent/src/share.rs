@@ -59,6 +59,8 @@ pub struct Share {
     ended: AtomicBool,
     /// Its daemon knows no agent.
     foreign: AtomicBool,
+    /// An overlay has it as a lower layer.
+    pub layered: AtomicBool,
     /// An agent in the mounter's pid namespace, which ends when this is closed.
     elsewhere: Mutex<Option<ChildStdin>>,
     /// What was said last, so that it is not said twice.
@@ -100,6 +102,7 @@ impl Share {
             starting: AtomicBool::new(false),
             ended: AtomicBool::new(false),
             foreign: AtomicBool::new(false),
+            layered: AtomicBool::new(false),
             elsewhere: Mutex::default(),
             said: Mutex::default(),
         }))
@@ -223,7 +226,7 @@ impl Share {
 
     fn serve(self: &Arc<Self>, registered: &Registered) -> Result<()> {
         let root = self.root.as_fd();
-        let mut hands = Hands::new(root, registered.hidden.as_fd(), &registered.token, self.mount.dev);
+        let mut hands = Hands::new(root, registered.hidden.as_fd(), &registered.token, self.mount.dev, &self.layered);
         let mut done = Done::default();
         self.say("changes by others are repeated".into());
         loop {

@@ -177,6 +177,11 @@ impl Work {
         self.change.place.dir == parent && self.change.place.name == name
     }
 
+    /// Whether it moves a file. That may be repeated as the removal of a name and a new file too.
+    fn moves_file(&self) -> bool {
+        self.change.has(ops::RENAME) && !self.change.has(ops::DIRECTORY)
+    }
+
     /// Whether it moves something to this name.
     pub fn leads_to(&self, parent: u64, name: &[u8]) -> bool {
         self.change.to.dir == parent && self.change.to.name == name
@@ -372,10 +377,9 @@ impl Agents {
         }
         let wanted = |work: &&mut Work| {
             let change = &work.change;
-            work.is_at(parent, name)
-                && change.has(ops::CREATE)
-                && change.has(ops::DIRECTORY) == directory
-                && !(work.created || work.given_up)
+            let made = work.is_at(parent, name) && change.has(ops::CREATE) && change.has(ops::DIRECTORY) == directory;
+            let moved = !directory && work.moves_file() && work.leads_to(parent, name);
+            (made || moved) && !(work.created || work.given_up)
         };
         match thread.work().find(wanted) {
             Some(work) => {
@@ -408,12 +412,21 @@ impl Agents {
         thread.work().filter(|work| work.change == *change).for_each(|work| work.aside = node);
     }
 
-    /// What the thread has to remove by this name.
+    /// What the thread has to remove by this name. It may be what a move takes the name from, or replaces.
     pub fn removes(&self, pid: u32, parent: u64, name: &[u8], directory: bool) -> Option<Work> {
         let wanted = |work: &Work| {
-            work.is_at(parent, name) && work.change.has(ops::REMOVE) && work.change.has(ops::DIRECTORY) == directory
+            let (here, there) = (work.is_at(parent, name), work.leads_to(parent, name));
+            let removed = here && work.change.has(ops::REMOVE) && work.change.has(ops::DIRECTORY) == directory;
+            removed || !directory && work.moves_file() && (here || there)
         };
         self.find(pid, wanted)
+    }
+
+    /// What was at the new place of a move is removed.
+    pub fn replaced(&self, pid: u32, parent: u64, name: &[u8]) {
+        let mut state = self.state.lock();
+        let Ok(thread) = state.thread(pid) else { return };
+        thread.work().filter(|work| work.leads_to(parent, name)).for_each(|work| work.target = 0);
     }
 
     /// What the thread has to rename or exchange.

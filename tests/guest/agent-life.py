@@ -3,6 +3,7 @@
 makes, in other mount namespaces, with SHARES shares, and beside a process that swaps names."""
 
 import ctypes
+import errno
 import json
 import mmap
 import os
@@ -30,9 +31,9 @@ def wait(fd):
     assert ready, "no event came"
 
 
-def status():
+def status(share="s"):
     """What the daemon says of the agent."""
-    return json.loads(host("curl --silent --show-error --unix-socket $work/sockets/s.control http://daemon/status"))["agent"]
+    return json.loads(host(f"curl --silent --show-error --unix-socket $work/sockets/{share}.control http://daemon/status"))["agent"]
 
 
 def is_status(**due):
@@ -211,6 +212,65 @@ def until(watcher, directory, last):
         wait(watcher.fd)
         events += [(directory, mask, name) for directory, mask, _, name in watcher.now()]
     return events
+
+
+def old_times_are_not_written_back():
+    """With a write-back cache the guest's kernel keeps a file's times, and writes them back when it repeats that a name goes."""
+    mount("w")
+    seen("the agent has found it", lambda: "w: changes by others are repeated" in read("/tmp/agent.log").decode(), True)
+    host("cd ../w && mkdir from to && echo one >from/f && ln from/f from/g && touch -d 2001-01-01 from/f")
+    os.chdir("/mnt/w")
+    equal([(os.stat(name).st_nlink, read(name)) for name in ("from/f", "from/g")], [(2, b"one\n")] * 2)
+    os.stat("to")
+    host("cd ../w && echo two >>from/f && touch -d 2005-05-05 from/f && rm from/g && mv from/f to/f")
+    seen("the guest is told", lambda: (os.listdir("from"), os.listdir("to"), status("w")["waiting"]), ([], ["f"], 0))
+    equal(os.stat("to/f").st_nlink, 1)
+    file = os.open("to/f", os.O_RDWR)
+    # Neither is it the user who hears of what became of those times.
+    os.fsync(file)
+    os.close(file)
+    os.sync()
+    equal(*(host(command).split() for command in ("stat -c '%Y %s' ../w/to/f", "date -d 2005-05-05 '+%s 8'")))
+    os.chdir(S)
+    umount("w")
+
+
+def below_an_overlay():
+    """An overlay keeps the kernel's name of each file of its lower layer. It does not see that one is moved, only that it is gone."""
+    host("mkdir o && echo one >o/f && echo two >o/g && echo three >o/h")
+    for directory in ("/tmp/upper", "/tmp/merged"):
+        os.mkdir(directory)
+    call("mount", b"tmpfs", b"/tmp/upper", b"tmpfs", 0, b"size=64k")
+    for directory in ("/tmp/upper/u", "/tmp/upper/w"):
+        os.mkdir(directory)
+    call("mount", b"overlay", b"/tmp/merged", b"overlay", 0, f"lowerdir={S}/o,upperdir=/tmp/upper/u,workdir=/tmp/upper/w".encode())
+    merged = lambda name: read(f"/tmp/merged/{name}")
+    moves = lambda: any(mask & oracle.MOVED_FROM for mask, _ in hears("d", "touch d/moves", "mv d/moves d/moved", "rm d/moved"))
+    seen("moves are two changes", moves, False)
+    equal([merged(name) for name in "fgh"], [b"one\n", b"two\n", b"three\n"])
+    watcher = oracle.Watcher(["o"], oracle.CREATE | oracle.DELETE | oracle.MOVED_FROM | oracle.MOVED_TO)
+    own = oracle.Watcher(["o/f"], oracle.ATTRIB | 0x400)
+    host(f"mv o/f o/k && mv o/g o/h && touch o/{oracle.SENTINEL}-o")
+    told = [(mask, name) for directory, mask, name in until(watcher, "o", f"{oracle.SENTINEL}-o")][:-1]
+    equal(told, [(oracle.DELETE, "f"), (oracle.CREATE, "k"), (oracle.DELETE, "g"), (oracle.DELETE, "h"), (oracle.CREATE, "h")])
+    is_status(waiting=0, failed=0)
+    equal((read("o/k"), read("o/h"), sorted(os.listdir("o"))), (b"one\n", b"two\n", ["h", "k", f"{oracle.SENTINEL}-o"]))
+    equal([os.stat(f"o/{name}").st_nlink for name in "kh"], [1, 1])
+    # It is not gone.
+    gone = [mask for _, mask, _, _ in own.now() if mask & 0x400] if select.select([own.fd], [], [], 0)[0] else []
+    equal(gone, [])
+    equal(merged("k"), b"one\n")
+    for name in "fg":
+        try:
+            equal(merged(name), "no such file")
+        except OSError as error:
+            # What the overlay has of a name that is gone is ESTALE, with an agent and without.
+            assert error.errno in (errno.ENOENT, errno.ESTALE), error
+    for fd in (watcher.fd, own.fd):
+        os.close(fd)
+    for directory in (b"/tmp/merged", b"/tmp/upper"):
+        call("umount2", directory, 0)
+    seen("moves are moves", moves, True)
 
 
 def a_tree_goes():
@@ -541,6 +601,8 @@ def main():
         (programs_start,),
         (dirty_data_stays,),
         (a_watch_outlives_a_name,),
+        (old_times_are_not_written_back,),
+        (below_an_overlay,),
         (a_tree_goes,),
         (it_moves_to_where_nobody_has_been,),
         (mounted_read_only,),

@@ -107,6 +107,8 @@ case_agent_life() {
     start_daemon y "$work/y"
     start_daemon ro "$work/ro" --readonly
     start_daemon s "$work/share" --control-path "$work/sockets/s.control" --cache=always --lease-timeout=3600
+    make_share w
+    start_daemon w "$work/w" --control-path "$work/sockets/w.control" --writeback --lease-timeout=3600
     start_daemon x "$work/x"
     # The guest has this one stopped for a moment.
     echo "$daemon_pid" >"$work/x.pid"
@@ -116,7 +118,7 @@ case_agent_life() {
         start_daemon "m$n" "$work/m$n"
         tags+=(--fs "m$n=$work/sockets/m$n")
     done
-    agent_guest life --kind uml --timeout "$(pick 600 3600)" "${tags[@]}" --fs "x=$work/sockets/x" --fs "y=$work/sockets/y" \
+    agent_guest life --kind uml --timeout "$(pick 600 3600)" "${tags[@]}" --fs "x=$work/sockets/x" --fs "y=$work/sockets/y" --fs "w=$work/sockets/w" \
         --fs "ro=$work/sockets/ro" "$guest_dir/agent-life.py" "$(pick 100 1000)" "$shares"
 }
 

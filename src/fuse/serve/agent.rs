@@ -191,6 +191,7 @@ impl<F: FileSystem> Server<F> {
                 let work = agents.removes(pid, node, name.to_bytes(), directory).ok_or(Errno::PERM)?;
                 self.holds(agents, &work, node, name).inspect_err(|_| agents.give_up(pid, node, name.to_bytes()))?;
                 agents.tell(node, name.to_bytes(), 0);
+                agents.replaced(pid, node, name.to_bytes());
                 Ok(())
             }
             Opcode::Rename | Opcode::Rename2 if works => {
@@ -443,7 +444,7 @@ impl<F: FileSystem> Server<F> {
 impl Work {
     /// Whether the node loses a name.
     fn loses(&self, node: u64) -> bool {
-        self.target == node || self.change.has(ops::REMOVE) && self.change.node == node
+        self.target == node || self.change.has(ops::REMOVE | ops::RENAME) && self.change.node == node
     }
 }
 
