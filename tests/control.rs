@@ -114,7 +114,7 @@ impl Daemon {
         serde_json::from_str(&body).unwrap()
     }
 
-    /// A metric, for example `thruway_inodes` or `thruway_requests_total{opcode="Read"}`.
+    /// A metric, for example `thruway_inodes` or `thruway_requests_total{opcode="READ"}`.
     fn metric(&self, name: &str) -> f64 {
         let (_, text) = self.ask("GET", "/metrics", "");
         let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
@@ -184,12 +184,15 @@ fn what_it_shows_is_what_happened() {
     let write = WriteIn { fh, size: 4, ..Default::default() };
     daemon.guest().request(1, Opcode::Write as u32, file, write.as_bytes(), b"data", 8).unwrap();
     for (name, value) in [
-        ("thruway_requests_total{opcode=\"Lookup\"}", 4.0),
-        ("thruway_requests_total{opcode=\"Init\"}", 1.0),
-        ("thruway_requests_total{opcode=\"Mknod\"}", 0.0),
-        ("thruway_request_errors_total{opcode=\"Lookup\"}", 1.0),
-        ("thruway_request_seconds_count{opcode=\"Read\"}", 1.0),
-        ("thruway_request_seconds_bucket{le=\"+Inf\",opcode=\"Read\"}", 1.0),
+        ("thruway_requests_total{opcode=\"LOOKUP\"}", 4.0),
+        ("thruway_requests_total{opcode=\"INIT\"}", 1.0),
+        ("thruway_requests_total{opcode=\"MKNOD\"}", 0.0),
+        ("thruway_requests_total{opcode=\"RENAME2\"}", 0.0),
+        ("thruway_requests_total{opcode=\"BATCH_FORGET\"}", 0.0),
+        ("thruway_requests_total{opcode=\"COPY_FILE_RANGE_64\"}", 0.0),
+        ("thruway_request_errors_total{opcode=\"LOOKUP\"}", 1.0),
+        ("thruway_request_seconds_count{opcode=\"READ\"}", 1.0),
+        ("thruway_request_seconds_bucket{le=\"+Inf\",opcode=\"READ\"}", 1.0),
         ("thruway_read_bytes_total", 15.0),
         ("thruway_written_bytes_total", 4.0),
         ("thruway_queue_requests{queue=\"1\"}", 0.0),
@@ -203,7 +206,7 @@ fn what_it_shows_is_what_happened() {
     ] {
         assert_eq!(daemon.metric(name), value, "{name}");
     }
-    assert!(daemon.metric("thruway_request_seconds_sum{opcode=\"Read\"}") > 0.0);
+    assert!(daemon.metric("thruway_request_seconds_sum{opcode=\"READ\"}") > 0.0);
     // Those of the process itself, the sockets and the file. Linux before 6.2 does not tell.
     let (_, text) = daemon.ask("GET", "/metrics", "");
     assert!(!text.contains("\nthruway_descriptors ") || daemon.metric("thruway_descriptors") > 6.0);
@@ -358,12 +361,12 @@ fn a_drain_writes_all_data() {
     // What is not in memory is read by io_uring.
     let status: api::Status = daemon.get("/status");
     let (node, fh, data) = &files[0];
-    let before = daemon.metric("thruway_io_uring_submissions_total");
+    let before = daemon.metric("thruway_offloaded_requests_total{to=\"io_uring\"}");
     let inside = format!("/proc/{}/root{}/share/new", daemon.child.id(), daemon.dir.path().display());
     rustix::fs::fadvise(fs::File::open(inside).unwrap(), 0, None, rustix::fs::Advice::DontNeed).unwrap();
     let read = ReadIn { fh: *fh, size: data.len() as u32, ..Default::default() };
     let got = daemon.guest().request(1, Opcode::Read as u32, *node, read.as_bytes(), b"", data.len()).unwrap();
-    let after = daemon.metric("thruway_io_uring_submissions_total");
+    let after = daemon.metric("thruway_offloaded_requests_total{to=\"io_uring\"}");
     assert_eq!((&got, after > before), (data, status.io_uring.on));
 }
 
@@ -476,7 +479,7 @@ fn clients_that_flood_or_stall_stop_neither_the_guest_nor_others_for_good() {
     // They were all still there: none is given up so soon.
     println!("2000 requests beside {} clients took {:?}", stalled.len(), before.elapsed());
     drop(stalled);
-    assert_eq!(daemon.metric("thruway_requests_total{opcode=\"Lookup\"}"), 2000.0);
+    assert_eq!(daemon.metric("thruway_requests_total{opcode=\"LOOKUP\"}"), 2000.0);
     // Nobody needs to end them.
     let _stalled: Vec<_> = (0..CONTROL_CONNECTIONS).map(|_| daemon.dial()).collect();
     let _: api::Status = daemon.get("/status");
@@ -495,7 +498,7 @@ fn a_hold_keeps_requests_in_the_queue() {
     for _ in 0..50 {
         let status: api::Status = daemon.get("/status");
         assert!(status.held && status.frontend.unwrap().queues.iter().all(|queue| queue.in_flight == 0));
-        assert_eq!(daemon.metric("thruway_requests_total{opcode=\"Lookup\"}"), 0.0);
+        assert_eq!(daemon.metric("thruway_requests_total{opcode=\"LOOKUP\"}"), 0.0);
     }
     assert_eq!(daemon.ask("POST", "/drain", "").0, 409);
     let resumed: api::Resumed = serde_json::from_str(&daemon.ask("POST", "/resume", "").1).unwrap();
@@ -577,10 +580,11 @@ fn a_drain_waits_for_requests_but_not_for_locks() {
     };
     guest.request(1, Opcode::Setlk as u32, file, lock(1).as_bytes(), b"", 0).unwrap();
     let (_, head) = guest.header(Opcode::Setlkw as u32, file, size_of::<LkIn>());
-    let handovers = daemon.metric("thruway_handovers_total");
+    let offloaded = "thruway_offloaded_requests_total{to=\"thread\"}";
+    let before = daemon.metric(offloaded);
     let waits = guest.submit(1, &[&[&head[..], lock(2).as_bytes()].concat()], &[16]).unwrap();
     wait_until("the lock is waited for", || daemon.metric("thruway_queue_requests{queue=\"1\"}") == 1.0);
-    wait_until("it is counted", || daemon.metric("thruway_handovers_total") > handovers);
+    wait_until("it is counted", || daemon.metric(offloaded) > before);
     let drain = || {
         let (status, body) = daemon.ask("POST", "/drain?timeout=60", "");
         assert_eq!(status, 200, "{body}");

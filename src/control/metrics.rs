@@ -84,7 +84,7 @@ impl Collector for All {
 impl All {
     fn requests(&self, metrics: &mut Metrics) -> fmt::Result {
         let counters = self.0.sources.server.counters();
-        let of = || Opcode::ALL.iter().map(|opcode| (format!("{opcode:?}"), counters.of(*opcode)));
+        let of = || Opcode::ALL.iter().map(|opcode| (opcode.fuse_name(), counters.of(*opcode)));
         metrics.counters(
             "requests",
             "FUSE requests of the guest",
@@ -137,8 +137,12 @@ impl All {
             "Times that a worker polled its empty queue",
             polls.map(|(result, n)| ("result", result.to_owned(), n)),
         )?;
-        metrics.counter("io_uring_submissions", "Reads and writes that went to io_uring", work.submissions)?;
-        metrics.counter("handovers", "Requests that went to a thread", work.handovers)
+        let offloaded = [("thread", work.handovers), ("io_uring", work.submissions)];
+        metrics.counters(
+            "offloaded_requests",
+            "Requests that a queue's worker did not serve by itself",
+            offloaded.map(|(to, n)| ("to", to.to_owned(), n)),
+        )
     }
 
     fn resources(&self, metrics: &mut Metrics) -> fmt::Result {

@@ -41,6 +41,17 @@ macro_rules! opcodes {
                 match self { $(Self::$name => Place::$name as usize,)* }
             }
 
+            /// Its name as include/uapi/linux/fuse.h writes it, without FUSE_.
+            pub fn fuse_name(self) -> String {
+                let mut name = String::new();
+                for letter in format!("{self:?}").chars() {
+                    let word = letter.is_uppercase() || letter == '6';
+                    name.extend((word && !name.is_empty()).then_some('_'));
+                    name.push(letter.to_ascii_uppercase());
+                }
+                name
+            }
+
             /// What a request with it does, whatever its arguments are.
             pub const fn does(self) -> Does {
                 match self { $(Self::$name => Does::empty()$($(.union(Does::$does))+)?,)* }

@@ -542,7 +542,7 @@ def many_that_nobody_watches():
     pairs = range(1, 9)
     equal([os.stat(f"quiet/links/{name}{n}").st_nlink for n in pairs for name in "ab"], [2] * 16)
     assert not os.path.exists("quiet/in/7")
-    asked = lambda: host_number("requests s Create Mknod Open")
+    asked = lambda: host_number("requests s CREATE MKNOD OPEN")
     before = asked()
     # Of two names of a file, one goes or is another.
     links = "(cd ../links; rm a1 b2 a3 b4; mv a5 c5; mv b6 c6; mv a7 b5; mv b8 a6)"

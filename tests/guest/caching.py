@@ -40,7 +40,7 @@ PROMISES = {
     # There the guest's kernel keeps size, times and contents of what it knows.
     "agent-writeback": dict.fromkeys(NEVER, TOLD) | {"opened again": NOW, "read again": LATE, "grown": LATE},
 }
-LOOKS = "Lookup Getattr Open Opendir Read Readdir Readdirplus Readlink Flush Release Releasedir Statx Access Getxattr"
+LOOKS = "LOOKUP GETATTR OPEN OPENDIR READ READDIR READDIRPLUS READLINK FLUSH RELEASE RELEASEDIR STATX ACCESS GETXATTR"
 sent = 0
 
 
@@ -236,7 +236,7 @@ def kept():
         print(f"note: nothing is kept on {kind}", flush=True)
         return
     write(f"{S}/kept", b"data")
-    reads = lambda: host_number("requests s@a Read")
+    reads = lambda: host_number("requests s@a READ")
     deadline = time.monotonic() + PATIENCE
     while True:
         before = reads()

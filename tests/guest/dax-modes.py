@@ -21,7 +21,7 @@ def made_by_host():
 
 
 def setups():
-    return host_number("requests s Setupmapping")
+    return host_number("requests s SETUPMAPPING")
 
 
 def shown(mode, dax):
@@ -88,12 +88,12 @@ def larger_than_the_window():
     parts = [f"{S}/part{number}" for number in range(1, count + 1)]
     fds = [os.open(path, os.O_RDONLY) for path in parts]
     equal([is_dax(path) for path in parts], [number < fit for number in range(count)])
-    before, removed = setups(), host_number("requests s Removemapping")
+    before, removed = setups(), host_number("requests s REMOVEMAPPING")
     rng = random.Random(5)
     for _ in range(3000):
         number = rng.randrange(count)
         equal(os.pread(fds[number], 8, rng.randrange(ranges * RANGE - 8)), b"%d" % ((number + 1) % 10) * 8)
-    made, removed = setups() - before, host_number("requests s Removemapping") - removed
+    made, removed = setups() - before, host_number("requests s REMOVEMAPPING") - removed
     equal((made, removed), (fit * ranges, 0))
     for fd in fds:
         os.close(fd)

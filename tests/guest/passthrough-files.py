@@ -14,7 +14,7 @@ from rings import Aio, Uring, address, READ, WRITE
 from window import *
 
 SIZE = 3 << 20
-IO = "Read", "Write"
+IO = "READ", "WRITE"
 
 
 def asked(*opcodes):
@@ -579,11 +579,11 @@ def set_id_bits():
 def durable():
     """O_SYNC and O_DSYNC writes, and each sync call, return only after the data reached the host's file system."""
     for flag in os.O_SYNC, os.O_DSYNC:
-        before = asked("Fsync", "Write")
+        before = asked("FSYNC", "WRITE")
         fd = os.open(make("durable"), os.O_RDWR | flag)
         os.pwrite(fd, b"durable", 0)
         os.close(fd)
-        assert asked("Fsync", "Write") > before, "a synchronous write is not synced"
+        assert asked("FSYNC", "WRITE") > before, "a synchronous write is not synced"
     path = f"{S}/durable"
     fd = os.open(path, os.O_RDWR)
     with mapped(path, SIZE, writable=True) as view:
@@ -592,10 +592,10 @@ def durable():
             ("fdatasync", lambda: os.fdatasync(fd)),
             ("msync", view.flush),
         ):
-            before = asked("Fsync")
+            before = asked("FSYNC")
             os.pwrite(fd, what.encode(), 4096)
             sync()
-            assert asked("Fsync") > before, f"{what} sends no FSYNC"
+            assert asked("FSYNC") > before, f"{what} sends no FSYNC"
         # SYNC_FILE_RANGE_WRITE may do nothing, but must not fail.
         call("sync_file_range", fd, ctypes.c_long(0), ctypes.c_long(SIZE), 2)
     os.close(fd)

@@ -88,9 +88,9 @@ def a_new_session():
     due = host("sha256sum <victim").split()[0]
     import hashlib
 
-    before = host_number("requests s Read")
+    before = host_number("requests s READ")
     equal(hashlib.sha256(read(f"{S}/victim")).hexdigest(), due)
-    equal(host_number("requests s Read"), before)
+    equal(host_number("requests s READ"), before)
 
 
 def closed_files_are_out_of_reach():

@@ -13,7 +13,7 @@ SIZE = 64 << 20
 MADV_PAGEOUT = 21
 # Counts the files that were passed through.
 PASSED = "grep -c 'passthrough.*mapped=Ok' ../daemons.logs/daemon-s.log"
-DATA = "Read", "Write", "Setupmapping", "Removemapping"
+DATA = "READ", "WRITE", "SETUPMAPPING", "REMOVEMAPPING"
 
 
 def asked(*opcodes):
@@ -25,7 +25,7 @@ def in_pieces():
     host(f"head -c {SIZE} /dev/urandom >big")
     path, rng = f"{S}/big", random.Random(7)
     places = list(range(0, SIZE, 4096))
-    before = {opcode: asked(opcode) for opcode in (*DATA, "Open", "Release")}
+    before = {opcode: asked(opcode) for opcode in (*DATA, "OPEN", "RELEASE")}
     fd = os.open(path, os.O_RDWR)
     for _ in range(2):
         rng.shuffle(places)
@@ -40,12 +40,12 @@ def in_pieces():
     os.close(fd)
     # A worker of the kernel sends RELEASE.
     deadline = time.monotonic() + 10
-    while asked("Release") == before["Release"] and time.monotonic() < deadline:
+    while asked("RELEASE") == before["RELEASE"] and time.monotonic() < deadline:
         time.sleep(0.05)
     cost = {opcode: asked(opcode) - count for opcode, count in before.items()}
     print(f"note: a file of 64 MiB read and written twice in pieces of 4 KiB, and mapped: {cost}", flush=True)
     # Making the mapping writable in the table takes no message. A hole would take a SETUPMAPPING.
-    equal(cost, {**dict.fromkeys(DATA, 0), "Open": 1, "Release": 1})
+    equal(cost, {**dict.fromkeys(DATA, 0), "OPEN": 1, "RELEASE": 1})
 
 
 def opened_again():
@@ -55,22 +55,22 @@ def opened_again():
     slots = host_number(maps)
     assert slots > 0, "nothing is mapped"
     os.close(fd)
-    before = host_number(PASSED), asked("Open"), asked("Read")
+    before = host_number(PASSED), asked("OPEN"), asked("READ")
     for _ in range(20):
         fd = os.open(f"{S}/big", os.O_RDWR)
         os.pread(fd, 100, 0)
         os.close(fd)
-    equal((host_number(PASSED), asked("Open"), asked("Read")), (before[0], before[1] + 20, before[2]))
+    equal((host_number(PASSED), asked("OPEN"), asked("READ")), (before[0], before[1] + 20, before[2]))
     equal(host_number(maps), slots)
 
 
 def by_messages():
     """A file below the minimum size is not mapped."""
     write(f"{S}/small", b"x" * 1000)
-    before = asked("Read")
+    before = asked("READ")
     drop_caches()
     equal(read(f"{S}/small"), b"x" * 1000)
-    assert asked("Read") > before, "READ is not counted"
+    assert asked("READ") > before, "READ is not counted"
 
 
 def evicted():
@@ -87,13 +87,13 @@ def evicted():
         os.close(fd)
     nodes = [line.split()[1] for line in open("/proc/vmstat") if line.startswith("workingset_nodes ")]
     assert int(nodes[0]) >= len(paths), f"the kernel remembers pages in {nodes[0]} nodes of {len(paths)} files"
-    before = asked("Read"), host_number(PASSED)
+    before = asked("READ"), host_number(PASSED)
     for path in paths:
         with mapped(path, size, writable=True) as view:
             assert view[:] == pattern(size)
             view[5000:5005] = b"store"
         equal(read(path)[5000:5005], b"store")
-    equal((asked("Read"), host_number(PASSED)), (before[0], before[1] + len(paths)))
+    equal((asked("READ"), host_number(PASSED)), (before[0], before[1] + len(paths)))
 
 
 mount("meet")

@@ -231,19 +231,19 @@ mod tests {
     fn latencies_are_those_of_the_time_between() {
         let counters = |slow: u32| {
             let text = format!(
-                "# TYPE x counter\nthruway_requests_total{{opcode=\"Read\"}} {}\n\
-                 thruway_request_seconds_bucket{{le=\"0.001\",opcode=\"Read\"}} 90\n\
-                 thruway_request_seconds_bucket{{le=\"0.002\",opcode=\"Read\"}} {n}\n\
-                 thruway_request_seconds_bucket{{le=\"+Inf\",opcode=\"Read\"}} {n}\nbad\n# EOF\n",
+                "# TYPE x counter\nthruway_requests_total{{opcode=\"READ\"}} {}\n\
+                 thruway_request_seconds_bucket{{le=\"0.001\",opcode=\"READ\"}} 90\n\
+                 thruway_request_seconds_bucket{{le=\"0.002\",opcode=\"READ\"}} {n}\n\
+                 thruway_request_seconds_bucket{{le=\"+Inf\",opcode=\"READ\"}} {n}\nbad\n# EOF\n",
                 90 + slow,
                 n = 90 + slow
             );
             Counters::read(&text)
         };
         let (before, now) = (counters(1), counters(11));
-        assert_eq!(now.of("thruway_requests_total", Some(("opcode", "Read"))), 101.0);
+        assert_eq!(now.of("thruway_requests_total", Some(("opcode", "READ"))), 101.0);
         assert_eq!(now.quantile(&Counters::default(), None, 0.5), Some(0.001));
-        assert_eq!(now.quantile(&before, Some("Read"), 0.5), Some(0.002));
+        assert_eq!(now.quantile(&before, Some("READ"), 0.5), Some(0.002));
         assert_eq!(now.quantile(&now, None, 0.5), None);
     }
 }

@@ -636,8 +636,8 @@ mod tests {
 
     fn seen(pid: u32, reads: u32) -> Seen {
         let text = format!(
-            "thruway_requests_total{{opcode=\"Read\"}} {reads}\nthruway_requests_total{{opcode=\"Init\"}} 1\n\
-             thruway_request_seconds_bucket{{le=\"0.000064\",opcode=\"Read\"}} {reads}\n\
+            "thruway_requests_total{{opcode=\"READ\"}} {reads}\nthruway_requests_total{{opcode=\"INIT\"}} 1\n\
+             thruway_request_seconds_bucket{{le=\"0.000064\",opcode=\"READ\"}} {reads}\n\
              thruway_read_bytes_total {}\nthruway_inodes 12\nthruway_mappings{{window=\"dax\"}} 3\n",
             reads * 4096
         );
@@ -658,7 +658,7 @@ mod tests {
         top.sort();
         let shown = screen(&top, 120, 30);
         for words in
-            ["2 daemons", "/srv/7", "/srv/8", "2000", "64 µs", "Read", "off: it needs Linux 6.14", "by requests"]
+            ["2 daemons", "/srv/7", "/srv/8", "2000", "64 µs", "READ", "off: it needs Linux 6.14", "by requests"]
         {
             assert!(shown.contains(words), "{words}: {shown}");
         }
@@ -684,7 +684,7 @@ mod tests {
         let text = top.plain();
         let words: Vec<_> = text.lines().nth(1).unwrap().split_whitespace().collect();
         assert_eq!(words[..4], ["7", "/srv/7", "50", "64"], "{text}");
-        assert!(text.lines().any(|line| line.trim_start().starts_with("Read ")), "{text}");
+        assert!(text.lines().any(|line| line.trim_start().starts_with("READ ")), "{text}");
     }
 
     #[test]
