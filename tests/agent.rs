@@ -1,14 +1,16 @@
 //! The guest agent's requests, as its kernel would send them, over a real directory: what was not asked for changes
 //! nothing on the host.
 
+mod common;
+
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
+use common::sh;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use tempfile::TempDir;
@@ -203,11 +205,6 @@ impl Guest {
         let args = ForgetIn { nlookup };
         assert!(self.send(0, Opcode::Forget, node, &[args.as_bytes()]).unwrap().is_empty());
     }
-}
-
-/// Another process than the daemon runs a command.
-fn sh(command: &str) {
-    assert!(Command::new("sh").args(["-c", command]).status().unwrap().success());
 }
 
 fn mkdir(path: &Path) {

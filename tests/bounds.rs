@@ -1,14 +1,17 @@
 //! How much a hostile guest can make the daemon hold: chains, memory, threads. This file is a process of its own,
 //! because it counts what is allocated.
 
+mod common;
+
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use common::wait_until;
 use thruway::device::{self, Handler, Urings};
 use thruway::fuse::abi::*;
 use thruway::fuse::metrics::LateMeter;
@@ -143,7 +146,7 @@ impl Handler for Stub {
             }
             COPY => {
                 seen.running.fetch_add(1, Ordering::SeqCst);
-                until(|| from.stopping());
+                wait_until("it is to stop", || from.stopping());
                 work.writable.write_at(0, &reply())
             }
             LOCK => {
@@ -231,14 +234,6 @@ impl Daemon {
     }
 }
 
-fn until(done: impl Fn() -> bool) {
-    let end = Instant::now() + LONG;
-    while !done() {
-        assert!(Instant::now() < end, "it never came");
-        thread::sleep(Duration::from_millis(1));
-    }
-}
-
 /// If a driver breaks the rules, its queue is no longer served until it resets the device. Other queues are. The log
 /// says so once.
 #[test]
@@ -254,7 +249,7 @@ fn a_driver_that_offers_a_wrong_head_loses_that_queue() {
         let (frontend, seen) = (&daemon.frontend, &daemon.seen);
         let errors = ERRORS.load(Ordering::SeqCst);
         frontend.push_raw(1, slow).unwrap();
-        until(|| seen.running.load(Ordering::SeqCst) == 1);
+        wait_until("it runs", || seen.running.load(Ordering::SeqCst) == 1);
         // The worker takes all three at a time: when `a` is back, it has seen the others.
         frontend.offer(1, &[a, bad, b]).unwrap();
         frontend.kick(1).unwrap();
@@ -308,7 +303,7 @@ fn fill(opcode: u32) {
     frontend.offer(1, &all).unwrap();
     frontend.kick(1).unwrap();
     let taken = || seen.read.load(Ordering::SeqCst) + seen.slow.load(Ordering::SeqCst);
-    until(|| taken() == 1024 && seen.running.load(Ordering::SeqCst) == WORK_THREADS);
+    wait_until("all threads work", || taken() == 1024 && seen.running.load(Ordering::SeqCst) == WORK_THREADS);
     let bounded = || {
         let taken = BYTES.load(Ordering::Relaxed) - before;
         assert!(taken < QUEUE_BYTES, "{taken} bytes");
@@ -320,7 +315,7 @@ fn fill(opcode: u32) {
     }
     thread::scope(|scope| {
         let stop = scope.spawn(|| frontend.stop_queue(1).unwrap());
-        until(|| frontend.request(0, FAST, 0, b"", b"", 0).is_ok());
+        wait_until("it is served", || frontend.request(0, FAST, 0, b"", b"", 0).is_ok());
         bounded();
         seen.gate.open();
         drop(daemon.peer.lock().unwrap().take());
@@ -340,7 +335,7 @@ fn slow_requests_wait_for_a_thread() {
     for _ in 0..1000 {
         daemon.submit(SLOW);
     }
-    until(|| daemon.seen.slow.load(Ordering::SeqCst) == 1000);
+    wait_until("all wait", || daemon.seen.slow.load(Ordering::SeqCst) == 1000);
     assert!(daemon.seen.running.load(Ordering::SeqCst) <= WORK_THREADS);
     daemon.seen.gate.open();
     (0..1000).for_each(|_| assert_eq!(daemon.next_error(), 0));
@@ -359,7 +354,7 @@ fn waiting_locks_take_no_thread_from_syncs() {
     (0..44).for_each(|_| assert_eq!(daemon.next_error(), -libc::EAGAIN));
     assert_eq!(Limit::LockThreads.times(), refused + 44);
     daemon.submit(SLOW);
-    until(|| daemon.seen.running.load(Ordering::SeqCst) == 1);
+    wait_until("it runs", || daemon.seen.running.load(Ordering::SeqCst) == 1);
     daemon.seen.gate.open();
     (0..=LOCK_THREADS).for_each(|_| assert_eq!(daemon.next_error(), 0));
     daemon.end();
@@ -378,7 +373,7 @@ fn a_stop_ends_jobs_that_can_end_early() {
         for _ in 0..copies {
             daemon.submit(COPY);
         }
-        until(|| daemon.seen.running.load(Ordering::SeqCst) == ended + per_thread);
+        wait_until("others run", || daemon.seen.running.load(Ordering::SeqCst) == ended + per_thread);
         daemon.frontend.request(1, FAST, 0, b"", b"", 0).unwrap();
     };
     begin(&daemon);

@@ -1,6 +1,7 @@
 //! The daemon's command line as its caller sees it: exit status, one line on stderr, the socket.
 
 mod cgroup;
+mod common;
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
@@ -12,6 +13,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use common::thruwayd;
 use rustix::fs::{OFlags, fcntl_setfl};
 use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::pipe::{PipeFlags, pipe_with};
@@ -21,15 +23,9 @@ use thruway_bench::frontend::{Frontend, Options};
 use virtio_queue::desc::split::Descriptor;
 use zerocopy::IntoBytes;
 
-fn daemon() -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_thruwayd"));
-    command.env_remove("RUST_LOG").stdin(Stdio::null());
-    command
-}
-
 /// Runs the daemon until it exits.
 fn run(args: &[&str]) -> Output {
-    daemon().args(args).output().unwrap()
+    thruwayd().args(args).output().unwrap()
 }
 
 /// Returns the one error line of a failed start, without warnings and without the program's name.
@@ -47,7 +43,7 @@ struct Running(Child);
 
 impl Running {
     fn start(share: &Path, args: &[&str]) -> Self {
-        let mut command = daemon();
+        let mut command = thruwayd();
         command.arg("--shared-dir").arg(share).args(["--sandbox", "none"]).args(args);
         Self(command.stderr(Stdio::null()).spawn().unwrap())
     }
@@ -278,7 +274,7 @@ fn a_file_that_is_not_a_pid_file_is_not_touched() {
 fn a_daemon_without_descriptors_accepts_later() {
     let dir = tempfile::tempdir().unwrap();
     let (socket, log) = (dir.path().join("s"), dir.path().join("log"));
-    let mut command = daemon();
+    let mut command = thruwayd();
     command.args(["--keep-alive", "--sandbox=none", "--shared-dir"]).arg(dir.path()).arg("--socket-path").arg(&socket);
     let mut daemon = Running(command.stderr(fs::File::create(&log).unwrap()).spawn().unwrap());
     let says = |text: &str| {
@@ -347,7 +343,7 @@ fn an_inherited_listener_is_served() {
 fn the_log_says_where_it_listens_and_what_is_deprecated() {
     let dir = tempfile::tempdir().unwrap();
     let (socket, log) = (dir.path().join("s"), dir.path().join("log"));
-    let mut command = daemon();
+    let mut command = thruwayd();
     command.args(["-f", "--sandbox=none", "--socket"]).arg(&socket).arg("--shared-dir").arg(dir.path());
     let mut child = command.stderr(fs::File::create(&log).unwrap()).spawn().unwrap();
     drop(connect(&socket));
@@ -384,7 +380,7 @@ fn the_log_says_what_is_wrong_with_the_memory() {
         fs::read_to_string(&log).unwrap()
     };
     let unshared = |text: &str| text.lines().filter(|line| line.contains("has not shared")).count();
-    let text = serve(daemon(), Options::default());
+    let text = serve(thruwayd(), Options::default());
     assert!(unshared(&text) == 1 && text.contains("share=on"), "{text}");
     let group = ["memory.max", "memory.limit_in_bytes"].map(|file| (cgroup::Group::new(file), file));
     let Some((group, file)) = group.into_iter().find_map(|(group, file)| Some((group?, file))) else { return };
@@ -405,7 +401,7 @@ fn a_flood_of_messages_delays_nothing() {
     let socket = dir.path().join("socket");
     let (log, full) = pipe_with(PipeFlags::CLOEXEC).unwrap();
     let (mut log, mut full) = (File::from(log), File::from(full));
-    let mut command = daemon();
+    let mut command = thruwayd();
     command.arg("--shared-dir").arg(dir.path()).arg("--socket-path").arg(&socket).args(["--sandbox", "none"]);
     let mut child = Running(command.stderr(full.try_clone().unwrap()).spawn().unwrap());
     drop(command);

@@ -2,6 +2,7 @@
 //! or to the guest.
 
 mod cgroup;
+mod common;
 
 use std::fs;
 use std::io::{Read, Write};
@@ -11,9 +12,9 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use common::{thruwayd, wait_until};
 use serde::de::DeserializeOwned;
 use thruway::control::api;
 use thruway::fuse::abi::*;
@@ -130,19 +131,11 @@ impl Drop for Daemon {
 }
 
 fn command(dir: &Path, socket: &str) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_thruwayd"));
-    command.env_remove("RUST_LOG").stdin(Stdio::null()).stderr(Stdio::null());
+    let mut command = thruwayd();
+    command.stderr(Stdio::null());
     command.arg("--shared-dir").arg(dir.join("share")).arg("--socket-path").arg(dir.join(socket));
     command.arg("--control-path").arg(dir.join("control")).args(["--sandbox", "none"]);
     command
-}
-
-fn wait_until(what: &str, mut is: impl FnMut() -> bool) {
-    let end = Instant::now() + LONG;
-    while !is() {
-        assert!(Instant::now() < end, "{what}: not within a minute");
-        sleep(Duration::from_millis(5));
-    }
 }
 
 fn error(body: &str) -> String {

@@ -1,6 +1,7 @@
 //! What a daemon costs while its guest does nothing, and what its start costs. All of it is counted, not timed.
 
 mod cgroup;
+mod common;
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -9,13 +10,11 @@ use std::process::{Child, Command, Stdio};
 use std::thread::{scope, sleep};
 use std::time::{Duration, Instant};
 
+use common::{thruwayd, wait_until};
 use tempfile::TempDir;
 use thruway::fuse::abi::*;
 use thruway_bench::frontend::{Frontend, Options};
 use zerocopy::{FromBytes, IntoBytes};
-
-/// A limit on hangs.
-const LONG: Duration = Duration::from_secs(120);
 
 /// Threads of an idle daemon whose guest uses one queue. The process that waits for it has one more.
 const THREADS: usize = 8;
@@ -95,18 +94,6 @@ impl Drop for Daemon {
             let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
         }
         let _ = self.child.wait();
-    }
-}
-
-fn thruwayd() -> Command {
-    Command::new(env!("CARGO_BIN_EXE_thruwayd"))
-}
-
-fn wait_until(what: &str, mut is: impl FnMut() -> bool) {
-    let end = Instant::now() + LONG;
-    while !is() {
-        assert!(Instant::now() < end, "{what}: not within two minutes");
-        sleep(Duration::from_millis(20));
     }
 }
 

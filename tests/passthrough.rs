@@ -3,6 +3,7 @@
 //!
 //! Each test has its own process, since only a process with one thread can start the window process.
 
+mod common;
 mod locked;
 mod processes;
 
@@ -16,6 +17,7 @@ use std::sync::Arc;
 use std::thread::{sleep, spawn};
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
+use common::wait_until;
 use locked::Locked;
 use processes::{run_all, skip, this};
 use rustix::fs::{Mode, OFlags};
@@ -86,14 +88,6 @@ fn truncate(path: &str, size: u64) {
 fn run_tests(filter: &str) -> ExitCode {
     let names = TESTS.iter().map(|(name, _)| ((*name).to_owned(), *name));
     run_all(names, filter, |name| this(&["--run", name]).status().unwrap())
-}
-
-fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
-    let end = Instant::now() + 100 * SOON;
-    while !done() {
-        assert!(Instant::now() < end, "{what}");
-        sleep(Duration::from_millis(1));
-    }
 }
 
 /// A mapping as the guest has it.

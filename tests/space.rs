@@ -3,6 +3,7 @@
 //!
 //! Each test has its own process and mount namespace.
 
+mod common;
 mod processes;
 
 use std::collections::BTreeMap;
@@ -17,6 +18,7 @@ use std::sync::Arc;
 use std::thread::{sleep, spawn};
 use std::time::{Duration, Instant};
 
+use common::sh;
 use processes::{run_mounting, skip, this};
 use rustix::fs::{Mode, OFlags};
 use tempfile::TempDir;
@@ -81,11 +83,6 @@ fn clone(from: &str, to: &str) {
     // SAFETY: nothing in this process uses these descriptors.
     assert_eq!(unsafe { libc::close_range(3, u32::MAX, 0) }, 0);
     sh(&format!("cp --reflink=always {from} {to}"));
-}
-
-fn sh(command: &str) {
-    let output = Command::new("sh").args(["-ec", command]).output().unwrap();
-    assert!(output.status.success(), "{command}: {}", String::from_utf8_lossy(&output.stderr));
 }
 
 /// A small file system of its own.

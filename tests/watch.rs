@@ -3,6 +3,7 @@
 //!
 //! Each test has its own process and mount namespace.
 
+mod common;
 mod listening;
 mod processes;
 
@@ -17,6 +18,7 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
+use common::sh;
 use listening::Listening;
 use processes::{run_mounting, skip, this};
 use rustix::fs::{Mode, OFlags};
@@ -76,11 +78,6 @@ fn run(filter: &str) -> ExitCode {
         .flat_map(|(name, disk)| USERS.iter().map(move |user| [name, disk, *user]));
     let limited = LIMITED.iter().map(|(name, ..)| [*name, "tmpfs", "namespace"]);
     run_mounting(on_disks.chain(limited), filter)
-}
-
-fn sh(command: &str) {
-    let output = Command::new("sh").args(["-ec", command]).output().unwrap();
-    assert!(output.status.success(), "{command}: {}", String::from_utf8_lossy(&output.stderr));
 }
 
 /// Mounts a file system, and runs the test there as the user.

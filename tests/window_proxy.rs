@@ -4,6 +4,7 @@
 //! runs itself as the host process of a test.
 
 mod cgroup;
+mod common;
 mod locked;
 mod processes;
 
@@ -21,6 +22,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::{sleep, spawn};
 use std::time::{Duration, Instant};
 
+use common::wait_until;
 use locked::Locked;
 use processes::{run_all, skip, this};
 use rustix::fs::FallocateFlags;
@@ -192,14 +194,6 @@ fn byte(file: &File, offset: u64) -> u8 {
     let mut byte = [0];
     file.read_at(&mut byte, offset).unwrap();
     byte[0]
-}
-
-fn wait_until(what: &str, done: impl Fn() -> bool) {
-    let end = Instant::now() + LONG;
-    while !done() {
-        assert!(Instant::now() < end, "not {what}");
-        sleep(Duration::from_millis(2));
-    }
 }
 
 fn is_gone(pid: Pid) -> bool {
