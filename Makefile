@@ -7,11 +7,11 @@ export CARGO_TARGET_DIR = $(CURDIR)/target
 export CARGO_NET_RETRY = 10
 
 SCRIPTS = vm-images/boot vm-images/setup.sh vm-images/build-* vm-images/lib.sh vm-images/linux-source.sh vm-images/guest/* .ci/run tests/run tests/demo \
-	guest-kernel/build fuzz/run fuzz/rustc tests/circles tests/times tests/patches tests/dependencies tests/documented examples/qemu tests/sanitized tests/miri \
+	guest-kernel/build qemu/build fuzz/run fuzz/rustc tests/circles tests/times tests/patches tests/dependencies tests/documented examples/qemu tests/sanitized tests/miri \
 	packaging/build packaging/stage packaging/guest-kernel/apply packaging/deb/p* packaging/guest/p* \
 	bench/xtask/scenes/fill bench/xtask/scenes/top tests/guest/demo-init tests/guest/*.sh tests/host/machine tests/host/*-guest tests/host/run-case tests/host/*.sh
 
-.PHONY: all build tree tools guests images guest-kernel guest-kernel-debug demo unit quick test cases soak neighbours bench pictures check lints docs install \
+.PHONY: all build tree tools guests images guest-kernel guest-kernel-debug qemu demo unit quick test cases soak neighbours bench pictures check lints docs install \
 	programs static-programs static-agent packages release clean fuzz fuzz-short asan tsan miri
 
 all: build
@@ -74,6 +74,10 @@ guest-kernel:
 
 guest-kernel-debug:
 	guest-kernel/build x86_64 debug
+
+# QEMU whose vhost-user-fs-pci has windows. Not a part of make test: its cases that need it say so if it is not there.
+qemu:
+	qemu/build
 
 # -j has no number: with one, make would ration cargo's jobs. Two jobs share the terminal, so
 # cargo shows no progress bar.

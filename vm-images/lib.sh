@@ -33,6 +33,11 @@ guest_kernel_dir() {
         "${configs[@]/%/.config}" "${guest_patches[@]}"
 }
 
+# QEMU with the patches of qemu/.
+qemu_dir() { artefact qemu "$qemu/build" "${qemu_patches[@]}"; }
+
+qemu=$here/../qemu
+qemu_patches=("$qemu"/*.patch)
 guest_kernel=$here/../guest-kernel
 # The series of guest-kernel in the order in which they apply.
 guest_series=(fixes passthrough)
