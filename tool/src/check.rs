@@ -17,7 +17,8 @@ use thruway::sandbox::{self, Sandbox, caps, cgroup, seccomp};
 use thruway::window::Stores;
 use thruway::window::proxy::{self, Guard, GuardMode, Kind, Proxy};
 
-use crate::{Result, qemu};
+use crate::Result;
+use crate::qemu::{self, Device};
 
 /// What is looked for, in the order of the output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -193,8 +194,23 @@ fn host(shared_dir: &Path, windows: &Windows, qemu: &str) -> [(Need, Found); 7] 
         ),
     };
     let qemu = match qemu::maps(qemu) {
-        Ok(()) => Ok(format!("{qemu} maps files for a daemon, as windows need")),
-        Err(why) => missing(why, "QEMU 11.1 or later with vhost-user-test-device-pci, or --qemu COMMAND"),
+        Ok(device) => Ok(format!(
+            "{} maps files for a daemon, as windows need, by {}{}",
+            qemu::version(qemu).as_deref().unwrap_or(qemu),
+            device.name(),
+            match device {
+                Device::FileSystem => ", which libvirt and Kata start too",
+                Device::Test =>
+                    " alone, which libvirt and Kata do not start: QEMU with the patches of qemu/ has better",
+            }
+        )),
+        Err(why) => missing(
+            match qemu::version(qemu) {
+                Some(version) => format!("{version}: {why}"),
+                None => why,
+            },
+            "QEMU 11.1 or later with vhost-user-test-device-pci, or --qemu COMMAND",
+        ),
     };
     [
         (Need::Sandbox, sandbox(shared_dir)),

@@ -8,8 +8,9 @@ use std::process::ExitCode;
 
 use thruway::window::Stores;
 
+use crate::Result;
+use crate::qemu::{self, Device};
 use crate::vm::{self, Share};
-use crate::{Result, qemu};
 
 /// Who starts the virtual machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -110,7 +111,9 @@ impl Options {
         arguments.extend(
             self.socket_group.iter().filter(|_| self.r#for != For::Qemu).map(|group| format!("--socket-group={group}")),
         );
-        let share = Share::new(&arguments, &self.tag, self.cpus)?;
+        // What QEMU has as a rule, if this one cannot be asked.
+        let device = || qemu::maps(&self.qemu).unwrap_or(Device::Test);
+        let share = Share::new(&arguments, &self.tag, self.cpus, device)?;
         let thruwayd = vm::daemon(self.thruwayd.as_deref())?.display().to_string();
         let text = match self.r#for {
             For::Qemu => self.script(&share, &thruwayd),
@@ -158,17 +161,19 @@ impl Options {
 
     fn notes(&self, share: &Share, stores: Option<Stores>) -> Vec<String> {
         let mut notes = Vec::new();
-        if !share.windows {
+        let Some(device) = share.windows else {
             return notes;
-        }
+        };
         let mut note = |text: &str| notes.push(text.to_owned());
         note(
             "windows need QEMU 11.1 and a daemon that root starts: thruway check says whether this host has all of it",
         );
-        note(
-            "the windows of all devices of a virtual machine may have 448 mappings: with a second such device, set \
-             --max-mappings",
-        );
+        if device == Device::Test {
+            note(
+                "the windows of all devices of a virtual machine may have 448 mappings: with a second such device, set \
+                 --max-mappings",
+            );
+        }
         match stores {
             Some(Stores::Elsewhere) => note(
                 "on the share's file system a store may take new blocks: with dax=inode no file of it is mapped, and \
@@ -206,7 +211,7 @@ impl Options {
             vec![chardev, socket],
             vec![device, its],
         ];
-        if share.windows {
+        if share.windows == Some(Device::Test) {
             // A reset with files mapped would crash QEMU 11.1.
             lines.push(words("-no-reboot"));
         }
@@ -284,7 +289,7 @@ impl Options {
         );
         let (tag, mount) = (&self.tag, self.mount());
         let _ = match share.windows {
-            false => write!(
+            None => write!(
                 text,
                 "<!-- Into <devices>. libvirt starts the daemon. In the guest: {mount} -->\n\
                  <filesystem type='mount' accessmode='passthrough'>\n  \
@@ -296,14 +301,28 @@ impl Options {
                 xml(thruwayd),
                 xml(dir),
             ),
-            true => {
+            // libvirt gives the daemon no options for windows.
+            Some(Device::FileSystem) => write!(
+                text,
+                "<!-- Into <devices>. The daemon is a unit: thruway command … with for=systemd,\n     \
+                 and socket-group= of QEMU's group. <emulator> must name this QEMU, whose vhost-user-fs-pci has \
+                 windows.\n     \
+                 In the guest: {mount} -->\n\
+                 <filesystem type='mount'>\n  \
+                   <driver type='virtiofs' queue='1024'/>\n  \
+                   <source socket='{}'/>\n  \
+                   <target dir='{tag}'/>\n\
+                 </filesystem>\n",
+                xml(&self.socket()),
+            ),
+            Some(Device::Test) => {
                 let mut words = share.device(&self.socket()).to_vec();
                 words.push("-no-reboot".into());
                 let lines: String = words.iter().map(|word| format!("  <qemu:arg value='{}'/>\n", xml(word))).collect();
                 write!(
                     text,
-                    "<!-- libvirt has no device with windows of its own, so the daemon is a unit: thruway command … \
-                     with for=systemd,\n     and socket-group= of QEMU's group. \
+                    "<!-- This QEMU has windows by a device alone that libvirt does not have, so the daemon is a unit: \
+                     thruway command … with for=systemd,\n     and socket-group= of QEMU's group. \
                      <domain> needs xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'.\n     \
                      In the guest: {mount} -->\n\
                      <qemu:commandline>\n{lines}</qemu:commandline>\n"
@@ -364,7 +383,7 @@ mod tests {
     }
 
     fn printed(words: &[&str]) -> std::result::Result<String, String> {
-        let words = ["command", "--thruwayd=/d"].iter().chain(words);
+        let words = ["command", "--thruwayd=/d", "--qemu=false"].iter().chain(words);
         Only::try_parse_from(words).map_err(|e| e.to_string())?.options.print().map(|printed| printed.text)
     }
 
@@ -398,6 +417,20 @@ mod tests {
             let error = printed(&[&["--share=/tmp", "--for=qemu"], words].concat()).unwrap_err();
             assert!(error.contains(cure), "{words:?}: {error}");
         }
+    }
+
+    #[test]
+    fn libvirt_has_windows_of_its_own_where_qemu_has() {
+        let words = ["command", "--share=/tmp", "--for=libvirt", "--dax"];
+        let options = Only::try_parse_from(words).unwrap().options;
+        let domain = |device| {
+            let share = Share::new(&["--shared-dir=/tmp".into(), "--dax-window=512M".into()], "share", 2, || device);
+            options.domain(&share.unwrap(), "/d", "/tmp")
+        };
+        let own = domain(Device::FileSystem);
+        assert!(own.contains("<source socket='/run/thruwayd/share/fs.sock'/>") && !own.contains("qemu:"), "{own}");
+        let test = domain(Device::Test);
+        assert!(test.contains("<qemu:commandline>") && test.contains("-no-reboot"), "{test}");
     }
 
     #[test]

@@ -15,6 +15,7 @@ use signal_hook::iterator::Signals;
 use thruway::cli;
 
 use crate::Result;
+use crate::qemu::Device;
 use crate::vm::{self, Machine, Share};
 
 /// The options of `thruway run`.
@@ -56,7 +57,8 @@ pub fn run(options: &Options) -> Result {
     let tag = options.daemon.tag.as_deref().unwrap_or(TAG);
     let machine = Machine::read(arguments, tag)?;
     let queues = if given(&"--num-request-queues") { options.daemon.num_request_queues } else { machine.cpus };
-    let share = Share::new(&words, tag, queues)?;
+    // All QEMUs with windows have this device.
+    let share = Share::new(&words, tag, queues, || Device::Test)?;
     let thruwayd = vm::daemon(options.thruwayd.as_deref())?;
     // Children end with a signal that is kept until the loop below.
     let mut signals =

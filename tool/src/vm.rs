@@ -4,6 +4,8 @@ use std::path::{Path, PathBuf};
 
 use thruway::cli::{self, Options, Stop};
 
+use crate::qemu::Device;
+
 /// The id of what this adds to QEMU's command line.
 const ID: &str = "thruway";
 
@@ -30,20 +32,21 @@ pub struct Share {
     pub daemon: Vec<String>,
     /// QEMU's device, without its chardev.
     device: String,
-    /// It has shared memory regions.
-    pub windows: bool,
+    /// It has shared memory regions, by this device.
+    pub windows: Option<Device>,
 }
 
 impl Share {
-    /// `arguments`: the daemon's, without a socket. `tag`: what the guest mounts. `queues`: request queues.
+    /// `arguments`: the daemon's, without a socket. `tag`: what the guest mounts. `queues`: request queues. `device`:
+    /// called for the device that has windows, if the arguments have any.
     ///
     /// # Errors
     /// What is wrong with the arguments.
-    pub fn new(arguments: &[String], tag: &str, queues: u16) -> Result<Self, String> {
+    pub fn new(arguments: &[String], tag: &str, queues: u16, device: impl FnOnce() -> Device) -> Result<Self, String> {
         let options = parse(arguments)?;
-        let windows = options.dax_window.size + options.passthrough_window.size > 0;
+        let windows = (options.dax_window.size + options.passthrough_window.size > 0).then(device);
         let mut daemon = arguments.to_vec();
-        let device = if windows {
+        let device = if windows == Some(Device::Test) {
             daemon.extend([format!("--tag={tag}"), format!("--num-request-queues={queues}")]);
             // One more queue: the high priority queue.
             format!("vhost-user-test-device-pci,virtio-id=26,num_vqs={},vq_size=1024,config_size=40", queues + 1)
@@ -238,17 +241,19 @@ mod tests {
 
     #[test]
     fn the_device_goes_by_the_windows() {
-        let share = |windows: &[&str]| {
+        let share = |windows: &[&str], device| {
             let arguments: Vec<_> =
                 ["--shared-dir=/tmp"].iter().chain(windows).map(|word| (*word).to_owned()).collect();
-            Share::new(&arguments, "t", 2)
+            Share::new(&arguments, "t", 2, || device)
         };
-        let plain = share(&[]).unwrap();
+        let plain = share(&[], Device::Test).unwrap();
         assert_eq!(plain.device("/a,b")[1], "socket,id=thruway-fs,path=/a,,b");
         assert_eq!(plain.device, "vhost-user-fs-pci,tag=t,queue-size=1024,num-request-queues=2");
-        let dax = share(&["--dax-window=512M"]).unwrap();
-        assert!(dax.windows && dax.device.contains("num_vqs=3,"), "{}", dax.device);
+        let own = share(&["--dax-window=512M"], Device::FileSystem).unwrap();
+        assert_eq!((own.windows, own.device), (Some(Device::FileSystem), plain.device));
+        let dax = share(&["--dax-window=512M"], Device::Test).unwrap();
+        assert!(dax.windows == Some(Device::Test) && dax.device.contains("num_vqs=3,"), "{}", dax.device);
         assert!(dax.daemon.ends_with(&["--tag=t".into(), "--num-request-queues=2".into()]));
-        assert!(share(&["--dax-window=3M"]).is_err());
+        assert!(share(&["--dax-window=3M"], Device::Test).is_err());
     }
 }
