@@ -146,7 +146,7 @@ assert backend["type"] == "fs" and backend["binary"].startswith("/"), backend' <
     note "${#daemons[@]} command lines"
 }
 
-# in_callers SCRIPT: runs it as root of a Debian system with libvirt, virtme-ng and the daemon, in namespaces of its own. $work is /work
+# in_callers SCRIPT [QEMU]: runs it as root of a Debian system with libvirt, virtme-ng and the daemon, in namespaces of its own. $work is /work
 # there, and what guests boot from is in /tree. All its processes end with it.
 in_callers() {
     local guest_tree callers daemon
@@ -156,7 +156,7 @@ in_callers() {
     read -ra daemon <<<"$THRUWAY_DAEMON"
     # shellcheck disable=SC2016  # the inner shell's
     setsid unshare --mount --net --ipc --pid --fork --kill-child bash -euc '
-        tree=$1 callers=$2 work=$3 daemon=$4 json=$5 script=$6
+        tree=$1 callers=$2 work=$3 daemon=$4 json=$5 script=$6 qemu=$7
         mount -t tmpfs tmpfs "$work/tree"
         cd "$work/tree"
         mkdir upper work root
@@ -171,10 +171,11 @@ in_callers() {
         mount --rbind "$work" work
         mount --bind "$tree" tree
         install -m 755 "$daemon" usr/libexec/thruwayd
+        [ -z "$qemu" ] || mount --bind "$qemu" usr/bin/qemu-system-x86_64
         cp "$json" usr/share/qemu/vhost-user/
         cp "$tree/vmlinux" "usr/lib/modules/$(ls usr/lib/modules | grep cloud)/vmlinuz"
         exec env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8 chroot . /bin/bash -eu "/work/$script"' \
-        in_callers "$guest_tree" "$callers" "$work" "${daemon[0]}" "$root/50-thruway.json" "$1" &
+        in_callers "$guest_tree" "$callers" "$work" "${daemon[0]}" "$root/50-thruway.json" "$1" "${2-}" &
     callers_pid=$!
 }
 
@@ -186,25 +187,36 @@ case_callers_libvirt() {
     mkdir -p "$work/shares" "$work/tree" "$work/initramfs/boot" "$work/libvirt.logs"
     share_of found >/dev/null
     share_of asked >/dev/null
+    with_agent
+    libvirt_files callers.py
+    cp "$root/tests/host/libvirt.xml" "$work/"
+    host_changes &
+    run_libvirt ""
+    (cd "$work/shares/found" && sha256sum --quiet -c sum && cd ../asked && sha256sum --quiet -c sum) ||
+        fail 'the host sees other contents'
+    sed 's/^/note: libvirt ran /' "$work/commands"
+}
+
+# libvirt_files SCRIPT: makes what the domain boots from. The variables of vm-images/boot are set.
+libvirt_files() {
     # As vm-images/boot.
     cp "$root/vm-images/guest/init" "$work/initramfs/boot/init"
     cp "$root/vm-images/guest/initramfs" "$work/initramfs/init"
-    with_agent
-    cp "$guest_dir/callers.py" "$work/initramfs/boot/script"
+    cp "$guest_dir/$1" "$work/initramfs/boot/script"
     declare -p kind arguments tags mount_options mount_shares host_disk tools_disk >"$work/initramfs/boot/settings"
     (cd "$work/initramfs" && find . | cpio --quiet -o -H newc) | cat "$guest_tree/initramfs" - >"$work/initrd"
     mkfs.erofs "$work/host.erofs" "$guest_dir" >/dev/null
-    cp "$root/tests/host/libvirt.xml" "$root/tests/host/libvirt-guest" "$work/"
-    host_changes &
-    in_callers libvirt-guest
+}
+
+# run_libvirt QEMU: runs the domain of $work/libvirt.xml, on this QEMU if one is named.
+run_libvirt() {
+    cp "$root/tests/host/libvirt-guest" "$work/"
+    in_callers libvirt-guest "$1"
     # 200 s: libvirt asks QEMU what it can do, and the boot, under emulation on a busy machine.
     wait_gone 200 "$callers_pid" || { tail -n 20 "$work"/libvirt.logs/* "$work/output"; fail 'libvirt is not done'; }
     wait "$callers_pid" || { tail -n 20 "$work"/libvirt.logs/*; fail 'libvirt failed'; }
     cat "$work/output"
     [[ $(<"$work/status") == 0 ]] || fail "the guest's script ended with status $(<"$work/status")"
-    (cd "$work/shares/found" && sha256sum --quiet -c sum && cd ../asked && sha256sum --quiet -c sum) ||
-        fail 'the host sees other contents'
-    sed 's/^/note: libvirt ran /' "$work/commands"
     logs_are_clean "$work/libvirt.logs"
 }
 

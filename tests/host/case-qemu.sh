@@ -119,3 +119,29 @@ case_qemu_device() {
     wait_line "$work/answers" '"DEVICE_DELETED".*"share"' 60 "$guest_pid"
     finish_window_guest device
 }
+
+# libvirt's own device has a window: what thruway command prints, with a daemon that libvirt does not start.
+case_qemu_libvirt() {
+    local callers_pid kind=qemu arguments=() tags=(share) mount_options=dax=inode mount_shares=yes host_disk=/dev/vdb tools_disk='' guest_tree
+    local printed
+    patched_qemu || return 0
+    (cd "$root" && CARGO_TARGET_DIR=$root/target cargo build --quiet --package thruway-tool --bins)
+    guest_tree=$(. "$root/vm-images/lib.sh" && tree_dir)
+    mkdir -p "$work/tree" "$work/initramfs/boot" "$work/libvirt.logs"
+    make_share share
+    # The guest decides by its size when it first hears of a file.
+    truncate -s 2M "$work/share/file"
+    window_daemon share "$work/share"
+    libvirt_files qemu-libvirt.py
+    printf '#!/bin/sh\nexec %q --library-path %q %q -L %q -L %q "$@"\n' "$guest_tree/root/lib64/ld-linux-x86-64.so.2" \
+        "$guest_tree/root/usr/lib/x86_64-linux-gnu" "$(realpath "$THRUWAY_QEMU")" "$guest_tree/root/usr/share/qemu" \
+        "$guest_tree/root/usr/share/seabios" >"$work/qemu"
+    chmod +x "$work/qemu"
+    printed=$("$root/target/debug/thruway" command --share "$work/share" --dax --for libvirt --thruwayd "$THRUWAY_DAEMON" --qemu "$work/qemu" 2>/dev/null |
+        sed -n '/<filesystem/,/<\/filesystem>/p')
+    [[ $printed == *"<source socket='/run/thruwayd/share/fs.sock'/>"* ]] || fail "thruway command does not see what QEMU has: $printed"
+    sed -e '/<filesystem/,/<\/filesystem>/d; /vhost-user JSON/d; /All that libvirt/d' "$root/tests/host/libvirt.xml" |
+        awk -v device="${printed//\/run\/thruwayd\/share\/fs.sock//work/sockets/share}" '/<serial/ { print device } { print }' >"$work/libvirt.xml"
+    run_libvirt "$(realpath "$THRUWAY_QEMU")"
+    [[ $(head -c 6 "$work/share/file") == window ]] || fail 'the host does not see what the guest stored'
+}
