@@ -45,10 +45,10 @@ qmp_answers() {
 
 # wait_path PATH: waits until the guest has made it.
 wait_path() {
-    # 180 s: a boot, under emulation on a busy machine.
-    local deadline=$((SECONDS + 180))
+    # 600 s: a boot and 8,192 stores of a page, 35 s under emulation on a busy machine.
+    local deadline=$((SECONDS + 600))
     until [[ -e $1 ]]; do
-        ((SECONDS < deadline)) || fail "the guest never made $1"
+        ((SECONDS < deadline)) || fail "the guest never made $1: $(tail -n 2 "$work"/*.out)"
         kill -0 "$guest_pid" || fail "the guest ended before it made $1"
         sleep 0.05
     done
@@ -65,7 +65,7 @@ case_qemu_resets() {
     truncate -s 32M "$work/share/file"
     window_daemon s "$work/share"
     meet_daemon
-    start_window_guest resets --no-mount "${window_boot[@]}" --timeout "$(pick 600 10800)" --fs "s=$work/sockets/s" \
+    start_window_guest resets --no-mount "${window_boot[@]}" --timeout "$(pick 1800 10800)" --fs "s=$work/sockets/s" \
         --fs "meet=$work/sockets/meet" "$guest_dir/qemu-resets.py" "$rounds"
     qmp_answers
     for ((round = 1; round <= rounds; round++)); do
