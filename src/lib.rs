@@ -16,6 +16,7 @@ pub mod fs;
 pub mod fuse;
 pub mod limits;
 mod linux;
+pub mod record;
 pub mod sandbox;
 mod size;
 pub mod watch;

@@ -60,7 +60,7 @@ impl<H: Handler> Origin<'_, H> {
     /// comes later.
     pub fn serve(&mut self, loaded: &mut Loaded, fault: Result<()>) -> Option<usize> {
         let service = self.service;
-        let len = match fault {
+        let len = match fault.and_then(|()| self.ring.begin(self.head)) {
             Ok(()) => service.handler.handle(loaded.work, self),
             Err(errno) => {
                 if errno == Errno::FAULT {
@@ -102,6 +102,7 @@ impl<H: Handler> Origin<'_, H> {
             let written = origin.serve(&mut loaded, fault);
             drop(loaded);
             if let Some(written) = written {
+                ring.served(&Used::new(head, written));
                 chain::mark_dirty(&snapshot, &segments, written);
                 busy.give_back(&snapshot.near, Used::new(head, written));
             }

@@ -160,6 +160,7 @@ impl<H: Handler> Workers<H> {
             };
             let written = origin.serve(&mut loaded, fault);
             drop(loaded);
+            written.inspect(|written| ring.served(&Used::new(head, *written)));
             if let Some(written) = written.filter(|_| self.logging.load(Ordering::Acquire)) {
                 chain::mark_dirty(snapshot, segments, written);
             }

@@ -6,7 +6,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::event::{EventfdFlags, eventfd};
@@ -25,6 +25,7 @@ use super::scratch::Scratch;
 use super::seat::{Glance, Seat, Turn};
 use crate::fuse::Release;
 use crate::limits;
+use crate::record::{self, RingRecord};
 
 /// A virtqueue of this device, as vhost-user-backend handles it.
 #[derive(Clone)]
@@ -56,6 +57,8 @@ pub struct Ring {
     locks: Arc<AtomicU32>,
     /// What its requests may wait for, each once.
     releases: Mutex<Vec<Arc<dyn Release>>>,
+    /// What the next worker process finds of it. Changed with `vring` locked.
+    record: OnceLock<RingRecord>,
 }
 
 /// The event by which the driver tells of new chains. vhost-user-backend has another one in its place, which never
@@ -267,6 +270,54 @@ impl Ring {
         drop(self.free_seat());
     }
 
+    /// Records what is taken from the ring from now on, and goes on with what an earlier worker process has left in it.
+    /// Does nothing if the ring is stopped, or the second time. `index`: the queue's number.
+    pub fn adopt(&self, index: usize) {
+        let Some(record) = record::get().filter(|_| self.record.get().is_none()) else { return };
+        let mut seat = self.free_seat();
+        let mut state = self.vring.get_mut();
+        if !live(&state) {
+            return;
+        }
+        let record = self.record.get_or_init(|| record.ring(index));
+        let queue = state.get_queue_mut();
+        let Some(left) = record.adopt(queue.next_used(), queue.next_avail()) else { return };
+        queue.set_next_avail(left.next_avail);
+        let mut heads = self.heads.lock();
+        for head in left.taken.iter().copied().chain(left.done.iter().map(|(head, _)| *head)) {
+            // It fails if the queue is shorter now. Then the chain is not served.
+            let _ = heads.take(head, queue.size());
+        }
+        drop(heads);
+        seat.heads.extend(left.taken);
+        seat.used.extend(left.done.into_iter().map(|(head, len)| Used { head, len }));
+        // The driver may not have been notified of what was given back last.
+        self.notify(&state);
+    }
+
+    /// Whether an earlier worker process has left something.
+    pub fn has_leftovers(&self) -> bool {
+        let seat = self.seat.lock();
+        !seat.heads.is_empty() || !seat.used.is_empty()
+    }
+
+    /// A request of this chain begins on this thread.
+    ///
+    /// # Errors
+    /// EIO if it killed earlier worker processes.
+    pub fn begin(&self, head: u16) -> Result<(), Errno> {
+        let Some(record) = self.record.get() else { return Ok(()) };
+        record::begin(record.claim(head).ok_or(Errno::IO)?);
+        Ok(())
+    }
+
+    /// The request of this chain was served, and its reply is in the guest's memory.
+    pub fn served(&self, used: &Used) {
+        if let Some(record) = self.record.get() {
+            record.done(used.head, used.len);
+        }
+    }
+
     /// The queue's descriptor table.
     pub fn table(&self) -> Table {
         table(&self.vring.get_ref())
@@ -315,7 +366,8 @@ impl Ring {
         self.publish(&mut state, mem, used);
         let mut taken = self.heads.lock();
         if live(&state) && !taken.ended && is_near(&state, mem) {
-            if let Err(breach) = take(state.get_queue_mut(), mem, &mut taken, heads, most, rest) {
+            let record = self.record.get();
+            if let Err(breach) = take(state.get_queue_mut(), mem, (&mut taken, record), heads, most, rest) {
                 taken.ended = true;
                 tracing::error!(
                     "the guest's driver broke VIRTIO's rules on queue {index}: {breach}. The queue stays unserved \
@@ -345,10 +397,15 @@ impl Ring {
         let queue = state.get_queue_mut();
         let mut heads = self.heads.lock();
         for done in used.drain(..) {
+            let used_idx = queue.next_used();
             // Before the driver sees it: it may offer the head again at once.
             heads.give_back(done.head);
             // Fails if the ring's memory is gone.
-            let _ = queue.add_used(mem, done.head, done.len);
+            let mut add = || drop(queue.add_used(mem, done.head, done.len));
+            match self.record.get() {
+                Some(record) => record.give_back(done.head, done.len, used_idx, add),
+                None => add(),
+            }
         }
         drop(heads);
         if queue.needs_notification(mem).unwrap_or(true) {
@@ -488,7 +545,9 @@ impl Ring {
         }
         // Chains remain here if the ring's memory was gone.
         seat.used.clear();
+        seat.heads.clear();
         *self.heads.lock() = Heads::default();
+        self.record.get().inspect(|record| record.clear());
     }
 
     fn snapshot(&self) -> QueueState {
@@ -586,7 +645,7 @@ fn table(state: &VringState<GuestMemory>) -> Table {
 fn take(
     queue: &mut Queue,
     mem: &Memory,
-    taken: &mut Heads,
+    (taken, record): (&mut Heads, Option<&RingRecord>),
     heads: &mut Vec<u16>,
     most: usize,
     rest: bool,
@@ -598,6 +657,9 @@ fn take(
             for chain in queue.iter(mem)?.take(most) {
                 if let Err(breach) = taken.take(chain.head_index(), size) {
                     return Ok(Err(breach));
+                }
+                if let Some(record) = record {
+                    record.take(chain.head_index(), RingRecord::now());
                 }
                 heads.push(chain.head_index());
             }
@@ -642,6 +704,7 @@ impl VringT<GuestMemory> for Vring {
             idle: Condvar::new(),
             stopping: AtomicBool::new(false),
             releases: Mutex::default(),
+            record: OnceLock::new(),
             locks: Arc::default(),
         })))
     }

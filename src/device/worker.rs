@@ -32,6 +32,7 @@ impl<H: Handler> Workers<H> {
     /// `starts`: it was started. A frontend that restores a virtual machine may send the session only then, so until
     /// there is one, what is in the ring stays there, or until the driver kicks.
     pub(super) fn attend(self: &Arc<Self>, ring: &Arc<Ring>, index: usize, starts: bool) {
+        ring.adopt(index);
         let waits = || starts && !self.service.handler.has_session() && ring.keeps_what_is_there();
         let mut workers = self.crew.workers.lock();
         if workers.len() <= index {
@@ -45,11 +46,12 @@ impl<H: Handler> Workers<H> {
             if let Err(e) = watched {
                 tracing::error!("nobody hears of the requests of queue {index}: {e}");
             }
-            if waits() {
+            let leftovers = ring.has_leftovers();
+            if !leftovers && waits() {
                 return;
             }
             ring.clear_kick();
-            if ring.asks_for_kick() {
+            if !leftovers && ring.asks_for_kick() {
                 return;
             }
             match self.hire(ring, index) {

@@ -18,6 +18,7 @@ use super::handle::Handle;
 use super::host::HostFs;
 use super::inode::{Inode, Spare};
 use super::name::Purpose;
+use super::name::was_made;
 use super::opens::{Opened, Use};
 use super::seen::Seen;
 use super::waits::may_wait;
@@ -26,6 +27,7 @@ use crate::fuse::Reply;
 use crate::fuse::abi::*;
 use crate::fuse::buf::IoRange;
 use crate::fuse::ops::{Caller, Creator, Files, Result, Threads, WOULD_WAIT};
+use crate::record;
 
 /// The modes of fallocate(2) that Linux sends. Other modes move or cut a file's contents, which may be mapped. The
 /// window's guard does not see that.
@@ -191,6 +193,11 @@ impl PassthroughFs {
         }
     }
 
+    /// As [`was_made`], of a regular file.
+    fn was_created(&self, parent: u64, name: &CStr) -> bool {
+        self.within(parent, name, |_, dir| Ok(was_made(dir, name, libc::S_IFREG))).unwrap_or(false)
+    }
+
     /// Takes back a [`count`](Self::count).
     fn uncount(&self, node: u64) {
         self.passing().into_iter().for_each(|pass| pass.release(node));
@@ -297,7 +304,10 @@ impl PassthroughFs {
         if !append {
             self.grows(node, write.offset)?;
         }
-        let n = self.changing(node, || sys::pwritev(fd, from, write.offset, flags))?;
+        let n = self.changing(node, || match append.then(|| appended(fd, from.len())).flatten() {
+            Some(appended) => Ok(appended),
+            None => sys::pwritev(fd, from, write.offset, flags),
+        })?;
         if !cached {
             self.drop_capability(fd);
         }
@@ -371,6 +381,15 @@ impl PassthroughFs {
     }
 }
 
+/// To be called before a request appends `len` bytes. How many of them an earlier worker process has appended for it,
+/// if any. What somebody else has appended since is taken for them.
+fn appended(fd: BorrowedFd, len: usize) -> Option<usize> {
+    record::get()?;
+    let size = fs::fstat(fd).map_or(0, |st| st.st_size as u64);
+    let more = size.checked_sub(record::note(|| size)?)?;
+    (more > 0).then(|| len.min(more as usize))
+}
+
 impl Files for PassthroughFs {
     fn open(&self, node: u64, open: &OpenIn, by: Caller, reply: &mut Reply) -> Result<()> {
         if !self.gives_handles() {
@@ -394,7 +413,7 @@ impl Files for PassthroughFs {
             Ok(file) => self.enter_new((parent, Some(name)), file, create.flags, by, reply).inspect_err(|_| {
                 let _ = self.within(parent, name, |_, dir| fs::unlinkat(dir, name, fs::AtFlags::empty()));
             }),
-            Err(Errno::EXIST) if create.flags & libc::O_EXCL as u32 == 0 => {
+            Err(Errno::EXIST) if create.flags & libc::O_EXCL as u32 == 0 || self.was_created(parent, name) => {
                 self.settle_times_at(parent, name)?;
                 let entry = self.within(parent, name, |parent, dir| self.enter(parent, dir, name, Purpose::Settled))?;
                 let caller = Caller { uid: by.uid, gid: by.gid, pid: 0 };

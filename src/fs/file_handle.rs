@@ -1,6 +1,6 @@
 //! Files by their handle (open_by_handle_at(2)), which needs no open descriptor for each of them.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::{Arc, Weak};
 
 use dashmap::DashMap;
@@ -10,6 +10,7 @@ use rustix::io::Errno;
 use super::fd::reopen;
 use super::sys::{self, RawHandle};
 use crate::fuse::ops::Result;
+use crate::record;
 use crate::watch::FileId;
 
 /// A file handle and an open file of its mount.
@@ -30,6 +31,11 @@ impl FileHandle {
     /// By what the watch knows the file. `None` if the handle is too long.
     pub fn file_id(&self) -> Option<FileId> {
         FileId::new(self.raw.kind, &self.raw.data)
+    }
+
+    /// As the next worker process finds it.
+    pub fn recorded(&self) -> record::Place<'_> {
+        record::Place::Handle { mount: self.mount.fd.as_raw_fd(), kind: self.raw.kind, data: &self.raw.data }
     }
 
     pub fn open(&self, flags: OFlags) -> Result<OwnedFd> {
@@ -82,6 +88,23 @@ impl Mounts {
             handle.open(OFlags::PATH)?;
         }
         Ok(handle)
+    }
+
+    /// A handle that an earlier worker process had. `mount`: its descriptor of the mount.
+    ///
+    /// # Errors
+    /// EBADF if that is gone.
+    pub fn handle_again(&self, mount: RawFd, raw: RawHandle) -> Result<FileHandle> {
+        let of = |known: &Option<Weak<Mount>>| known.as_ref()?.upgrade().filter(|known| known.fd.as_raw_fd() == mount);
+        if let Some(mount) = self.all.iter().find_map(|known| of(&known)) {
+            return Ok(FileHandle { mount, raw });
+        }
+        let fd = record::left_behind(mount).ok_or(Errno::BADF)?;
+        let (_, id) = sys::name_to_handle(fd.as_fd())?;
+        let keeps_name = keeps_name(fd.as_fd());
+        let mount = Arc::new(Mount { fd, keeps_name });
+        self.all.insert(id, Some(Arc::downgrade(&mount)));
+        Ok(FileHandle { mount, raw })
     }
 
     /// An open file of the mount, and whether it was opened just now.

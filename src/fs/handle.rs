@@ -1,8 +1,8 @@
 //! Open files and directories by `fh`.
 
 use std::collections::HashSet;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::AtomicU32;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard};
@@ -13,6 +13,7 @@ use super::inode::Open;
 use super::listing::{DirState, Listings};
 use crate::fuse::ops::Result;
 use crate::limits::RESTORED_HANDLES;
+use crate::record::{self, Cell};
 
 /// Whether a request says that it has no handle: the guest opened the file without a message. No handle has this `fh`.
 pub fn is_unopened(fh: u64) -> bool {
@@ -38,13 +39,15 @@ pub struct Handle {
     pub heard: AtomicU32,
     /// The number of the drop that the guest has seen to when it reads by this handle ([`super::contents`]), or 0.
     pub drops: AtomicU32,
+    /// What the next worker process finds of it.
+    pub cell: Cell,
 }
 
 impl Handle {
     pub fn file(file: OwnedFd, node: u64, host: Arc<HostFs>) -> Self {
         let (lock_owners, heard) = (Mutex::default(), AtomicU32::default());
-        let drops = AtomicU32::default();
-        Self { file, node, host, plain: false, _counted: None, dir: None, lock_owners, heard, drops }
+        let (drops, cell) = (AtomicU32::default(), Cell::default());
+        Self { file, node, host, plain: false, _counted: None, dir: None, lock_owners, heard, drops, cell }
     }
 
     pub fn dir(file: OwnedFd, node: u64, host: Arc<HostFs>, listings: &Arc<Listings>) -> Self {
@@ -53,6 +56,13 @@ impl Handle {
 
     pub fn counted(self, open: Open) -> Self {
         Self { _counted: Some(open), ..self }
+    }
+
+    /// Records it for the next worker process, unless it is recorded already.
+    fn record(&self, fh: u64) {
+        if let Some(record) = record::get().filter(|_| self.cell.is_empty()) {
+            self.cell.set(record.handle(fh, self.node, self.file.as_raw_fd()));
+        }
     }
 
     /// # Errors
@@ -102,6 +112,8 @@ const CHUNKS: usize = 25;
 pub struct Handles {
     chunks: [OnceLock<Box<[RwLock<Slot>]>>; CHUNKS],
     free: Mutex<Free>,
+    /// An earlier worker process may have given out generations up to this one.
+    generation: AtomicU32,
 }
 
 #[derive(Default)]
@@ -124,7 +136,7 @@ impl std::ops::Deref for InUse<'_> {
 
 impl Handles {
     pub fn new() -> Self {
-        Self { chunks: [const { OnceLock::new() }; CHUNKS], free: Mutex::default() }
+        Self { chunks: [const { OnceLock::new() }; CHUNKS], free: Mutex::default(), generation: AtomicU32::new(0) }
     }
 
     fn slot(&self, index: u32) -> Option<&RwLock<Slot>> {
@@ -159,9 +171,12 @@ impl Handles {
         };
         let mut slot = self.slot(index).ok_or(Errno::NFILE)?.write();
         // Never 0: then the first slot's `fh` would be that of a request without a handle.
-        slot.generation = slot.generation.checked_add(1).unwrap_or(1);
+        let least = self.generation.load(Ordering::Relaxed);
+        slot.generation = slot.generation.max(least).checked_add(1).unwrap_or(1);
+        let fh = u64::from(slot.generation) << 32 | u64::from(index);
+        handle.record(fh);
         slot.handle = Some(handle);
-        Ok(u64::from(slot.generation) << 32 | u64::from(index))
+        Ok(fh)
     }
 
     /// The handle `fh` of the inode `node`.
@@ -215,7 +230,10 @@ impl Handles {
         }
         slot.generation = (fh >> 32) as u32;
         match handle {
-            Ok(handle) => slot.handle = Some(handle),
+            Ok(handle) => {
+                handle.record(fh);
+                slot.handle = Some(handle);
+            }
             Err(node) => slot.lost = Some(node),
         }
         Ok(())
@@ -229,6 +247,11 @@ impl Handles {
             free.used += 1;
         }
         Ok(())
+    }
+
+    /// From now on, generations are above this one. To be called before there are requests.
+    pub fn begin_above(&self, generation: u32) {
+        self.generation.store(generation, Ordering::Relaxed);
     }
 
     /// To be called when all handles are restored, before there are requests.
@@ -256,7 +279,11 @@ impl Handles {
             }
             match slot.lost.take_if(|lost| *lost == node) {
                 Some(_) => Err(Errno::IO),
-                None => Ok(slot.handle.take_if(|handle| handle.node == node).ok_or(Errno::BADF)?),
+                None => {
+                    let handle = slot.handle.take_if(|handle| handle.node == node).ok_or(Errno::BADF)?;
+                    handle.cell.free();
+                    Ok(handle)
+                }
             }
         };
         self.free.lock().slots.push(fh as u32);
@@ -270,6 +297,7 @@ impl Handles {
             let Some(slot) = self.slot(index) else { continue };
             let (closed, lost) = {
                 let mut slot = slot.write();
+                slot.handle.iter().for_each(|handle| handle.cell.free());
                 (slot.handle.take(), slot.lost.take())
             };
             if closed.is_some() || lost.is_some() {

@@ -20,6 +20,7 @@ use super::listing::{DirState, Listings};
 use super::{cred, sys};
 use crate::fuse::ops::Result;
 use crate::limits;
+use crate::record::{self, Cell};
 use crate::watch::FileId;
 
 /// Bytes of a directory that are read at a time to find a name: some 1,000 entries, as glibc reads them.
@@ -40,6 +41,18 @@ pub enum Place {
     Lost,
     /// It was removed, and nobody has it open. Its attributes when it was closed.
     Removed(Box<Statx>),
+}
+
+impl Place {
+    fn recorded(&self) -> record::Place<'_> {
+        match self {
+            Self::Fd(fd) => record::Place::Fd(fd.as_raw_fd()),
+            Self::Handle(handle) => handle.recorded(),
+            Self::Name(parent, name) => record::Place::Name { parent: parent.id, name },
+            Self::Lost => record::Place::Lost,
+            Self::Removed(_) => record::Place::Removed,
+        }
+    }
 }
 
 /// A file that the guest knows.
@@ -79,6 +92,8 @@ pub struct Inode {
     opens: AtomicU32,
     /// The sweep knows of it. Changes while `spare` is locked for writing.
     swept: AtomicBool,
+    /// What the next worker process finds of it. A change of `place` is recorded before the old one is dropped.
+    pub cell: Cell,
 }
 
 /// The last failure to write to a file, and a count of them. Each open hears of a failure once. The kernel does the
@@ -295,6 +310,16 @@ impl Inode {
             removed: AtomicBool::new(false),
             opens: AtomicU32::new(0),
             swept: AtomicBool::new(false),
+            cell: Cell::default(),
+        }
+    }
+
+    /// Records it for the next worker process, unless it is recorded already.
+    pub fn record(&self) {
+        if let Some(record) = record::get().filter(|_| self.cell.is_empty()) {
+            let place = self.place.read_recursive();
+            self.cell.set(record.inode(self.id, self.nlookup(), self.format(), &place.recorded()));
+            record.gave_id(self.id);
         }
     }
 
@@ -416,6 +441,7 @@ impl Inode {
     /// Notes the directory that it was found in.
     pub fn found_in(&self, parent: u64) {
         self.parent.store(parent, Ordering::Relaxed);
+        self.cell.set_parent(parent);
     }
 
     /// To be called before the file is changed. While the result is there, the file [is named](is_named), so that all
@@ -572,6 +598,7 @@ impl Inode {
         {
             let mut place = self.place.write();
             if let Place::Name(..) = *place {
+                self.cell.set_place(&found.recorded());
                 *place = found;
             }
         }
@@ -605,7 +632,9 @@ impl Inode {
         // fail. Another request may be opening a file, which must not be lost.
         let place = if self.format() == libc::S_IFDIR { self.place.try_write() } else { Some(self.place.write()) };
         if let Some(mut place) = place {
-            *place = Place::Fd(fd);
+            let fd = Place::Fd(fd);
+            self.cell.set_place(&fd.recorded());
+            *place = fd;
         }
         Ok(())
     }
@@ -631,6 +660,7 @@ impl Inode {
         let place = self.place.try_write().and_then(|mut place| {
             let Place::Fd(fd) = &*place else { return None };
             let last = last.or_else(|| stat(fd.as_fd(), c"").ok())?;
+            self.cell.set_place(&record::Place::Removed);
             Some(std::mem::replace(&mut *place, Place::Removed(Box::new(last))))
         });
         let spare = self.spare.try_write().map(|mut spare| spare.take());
@@ -692,13 +722,19 @@ impl Inode {
 
     /// Counts one more reference.
     pub fn reference(&self) {
-        self.nlookup.fetch_add(1, Ordering::Relaxed);
+        let before = self.nlookup.fetch_add(1, Ordering::Relaxed);
+        self.cell.set_references(before + 1);
     }
 
     /// Takes references back. Whether these were the last.
     pub fn drop_references(&self, count: u64) -> bool {
         let before = self.nlookup();
-        self.nlookup.store(before.saturating_sub(count), Ordering::Relaxed);
+        if self.cell.was_forgotten() {
+            return before == 0;
+        }
+        let left = before.saturating_sub(count);
+        self.nlookup.store(left, Ordering::Relaxed);
+        self.cell.set_forgotten(left);
         before > 0 && before <= count
     }
 
@@ -709,6 +745,7 @@ impl Inode {
         }
         if let Place::Name(p, n) = &mut *self.place.write() {
             if p.id != parent.id || **n != *name {
+                self.cell.set_place(&record::Place::Name { parent: parent.id, name });
                 (*p, *n) = (parent.clone(), name.into());
             }
         }
@@ -815,6 +852,14 @@ impl Places {
             return Ok((Place::Handle(handle), Some(fd)));
         }
         Ok((Place::Fd(self.fit(fd)?), None))
+    }
+
+    /// A handle that an earlier worker process had.
+    ///
+    /// # Errors
+    /// EBADF if the descriptor of its mount is gone.
+    pub fn handle_again(&self, mount: RawFd, kind: i32, data: Box<[u8]>) -> Result<FileHandle> {
+        self.mounts.handle_again(mount, sys::RawHandle { kind, data })
     }
 
     /// How to hold a file that is open for I/O.

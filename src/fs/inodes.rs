@@ -52,6 +52,7 @@ impl Inodes {
 
     /// Forgets all but the root.
     pub fn clear(&self) {
+        self.by_id.iter().for_each(|inode| inode.cell.free());
         self.by_key.clear();
         self.by_id.clear();
         self.any_lazy.store(false, Ordering::Relaxed);
@@ -129,6 +130,7 @@ impl Inodes {
         let create = || {
             let id = self.next_id.fetch_add(1, Ordering::Relaxed);
             let inode = Arc::new(Inode::new(id, key, 1, place));
+            inode.record();
             self.by_id.insert(id, inode.clone());
             self.count.fetch_add(1, Ordering::Relaxed);
             if lazy {
@@ -167,13 +169,29 @@ impl Inodes {
     /// # Errors
     /// EEXIST if the nodeid is taken, ENFILE if there are too many inodes.
     pub fn restore(&self, id: u64, nlookup: u64, key: Key, place: Place) -> Result<()> {
-        let lazy = matches!(place, Place::Name(..));
         let inode = self.insert(Inode::new(id, key, nlookup, place))?;
-        if lazy {
+        self.name(inode);
+        Ok(())
+    }
+
+    /// Enters an inode that an earlier worker process gave this nodeid. `removed`: it has no name left.
+    ///
+    /// # Errors
+    /// As [`restore`](Self::restore).
+    pub fn enter_again(&self, inode: Inode, removed: bool) -> Result<Arc<Inode>> {
+        let inode = self.insert(inode)?;
+        if !removed {
+            self.name(inode.clone());
+        }
+        Ok(inode)
+    }
+
+    /// Has an inode found by its key.
+    fn name(&self, inode: Arc<Inode>) {
+        if inode.is_lazy() {
             self.any_lazy.store(true, Ordering::Relaxed);
         }
-        self.by_key.entry(key).or_insert(inode);
-        Ok(())
+        self.by_key.entry(inode.key).or_insert(inode);
     }
 
     /// Enters an inode whose file is lost. `format`: S_IFMT bits.
@@ -190,6 +208,7 @@ impl Inodes {
             Entry::Occupied(_) => Err(Errno::EXIST),
             Entry::Vacant(entry) => {
                 self.count.fetch_add(1, Ordering::Relaxed);
+                inode.record();
                 Ok(entry.insert(Arc::new(inode)).clone())
             }
         }
@@ -213,6 +232,7 @@ impl Inodes {
             _other => last = inode.drop_references(nlookup),
         }
         if last && self.by_id.remove(&id).is_some() {
+            inode.cell.free();
             self.count.fetch_sub(1, Ordering::Relaxed);
         }
     }

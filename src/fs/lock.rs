@@ -2,7 +2,7 @@
 //! each inode and owner. flock locks are on the handle's own description.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 
@@ -19,6 +19,7 @@ use super::{PassthroughFs, sys};
 use crate::fuse::abi::*;
 use crate::fuse::ops::{LockWait, Locks as LockOps, Result};
 use crate::limits;
+use crate::record::{self, Cell};
 
 /// Held locks, and requests that wait for one.
 #[derive(Default)]
@@ -51,6 +52,14 @@ struct Posix {
 struct Owner {
     file: Arc<OwnedFd>,
     held: Spans,
+    /// What the next worker process finds of it: the host knows what it holds.
+    cell: Cell,
+}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        self.cell.free();
+    }
 }
 
 /// Ranges of a file by their start. They do not overlap, and neighbours of the same kind are merged.
@@ -133,8 +142,8 @@ impl Posix {
         self.files.get(&node)?.get(&owner)
     }
 
-    fn add(&mut self, node: u64, owner: u64, file: Arc<OwnedFd>) {
-        self.files.entry(node).or_default().insert(owner, Owner { file, held: Spans::default() });
+    fn add(&mut self, node: u64, owner: u64, file: Arc<OwnedFd>, cell: Cell) {
+        self.files.entry(node).or_default().insert(owner, Owner { file, held: Spans::default(), cell });
         self.count += 1;
     }
 
@@ -207,6 +216,12 @@ impl Locks {
                 std::thread::sleep(sys::INTERRUPT_AGAIN);
             }
         }
+    }
+
+    /// Has an owner's locks again that an earlier worker process took. What it holds is not known here, so a wait for
+    /// it is not seen to be in a circle.
+    pub fn add_again(&self, node: u64, owner: u64, file: OwnedFd, cell: Cell) {
+        self.posix.lock().add(node, owner, Arc::new(file), cell);
     }
 
     /// Ends all waits and drops all locks.
@@ -323,7 +338,8 @@ impl PassthroughFs {
         }
         let file = self.lock_file(&posix, owner, handle)?;
         if posix.owner(node, owner).is_none() {
-            posix.add(node, owner, file.clone());
+            let cell = record::get().map(|record| record.lock(owner, node, file.as_raw_fd(), lk.fh));
+            posix.add(node, owner, file.clone(), cell.unwrap_or_default());
         }
         handle.locked_by(owner);
         match sys::ofd_lock(file.as_fd(), libc::F_OFD_SETLK, &mut lock) {

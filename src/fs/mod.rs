@@ -32,6 +32,7 @@ mod probe;
 mod repeat;
 mod seen;
 mod sys;
+mod takeover;
 #[cfg(test)]
 mod tests;
 mod waits;
@@ -57,6 +58,7 @@ use rustix::io::Errno;
 use crate::agent::Agents;
 use crate::fuse::abi::InitFlags;
 use crate::fuse::ops::{Control, Result, Session};
+use crate::record::Found;
 use crate::watch::Watch;
 use crate::window::{self, Window};
 pub use config::{
@@ -360,6 +362,10 @@ impl Control for PassthroughFs {
             ));
         }
         self.save_state()?.encode().map_err(io::Error::other)
+    }
+
+    fn take_over(&self, flags: InitFlags, found: Found) -> io::Result<()> {
+        self.take_over_found(flags, found)
     }
 
     fn load(&self, flags: InitFlags, state: &[u8]) -> io::Result<()> {

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::fs::{
-    AtFlags, CWD, FileType, Mode, RenameFlags, Statx, linkat, mkdirat, mknodat, readlinkat_raw, renameat_with,
-    symlinkat, unlinkat,
+    AtFlags, CWD, FileType, Mode, RenameFlags, Statx, StatxFlags, StatxTimestamp, linkat, mkdirat, mknodat,
+    readlinkat_raw, renameat_with, symlinkat, unlinkat,
 };
 use rustix::io::Errno;
 
@@ -15,7 +15,7 @@ use super::attr::decode_rdev;
 use super::cred::{Denied, Identity};
 use super::fd::{FdPath, open_path, stat};
 use super::inode::{Inode, Lent, Place};
-use super::key::ToldBy;
+use super::key::{ToldBy, dev, mount};
 use super::lease::{Observation, Point, at};
 use super::path::is_name;
 use super::seen::Seen;
@@ -23,6 +23,7 @@ use super::waits::may_wait;
 use super::{PassthroughFs, announce};
 use crate::fuse::abi::*;
 use crate::fuse::ops::{Creator, Mappings, Names, Result, WOULD_WAIT};
+use crate::record::claim;
 
 /// Longest target of a symbolic link in bytes, with its NUL: PATH_MAX of include/uapi/linux/limits.h.
 const PATH_MAX: usize = 4096;
@@ -229,18 +230,23 @@ impl PassthroughFs {
         identity.run(make)
     }
 
-    /// Makes a file with `make`, labels it and enters it. If it cannot be labelled, it is removed.
+    /// Makes a file with `make`, labels it and enters it. If it cannot be labelled, it is removed. `format`: its type,
+    /// S_IFMT bits.
     fn make(
         &self,
         parent: u64,
         name: &CStr,
+        format: u32,
         by: &Creator,
         make: impl Fn(BorrowedFd) -> Result<()>,
     ) -> Result<EntryOut> {
         self.writable()?;
         self.inodes.have_room()?;
         self.within(parent, name, |parent, dir| {
-            self.as_creator(by, || make(dir))?;
+            match self.as_creator(by, || make(dir)) {
+                Err(Errno::EXIST) if was_made(dir, name, format) => {}
+                made => made?,
+            }
             let entry = self.enter(parent, dir, name, Purpose::Settled)?;
             if let Some((label, value)) = by.label {
                 if let Err(errno) = self.label(entry.nodeid, label, value) {
@@ -294,12 +300,54 @@ impl PassthroughFs {
         self.writable()?;
         self.within(parent, name, |parent, dir| {
             let pinned = self.pin((parent, dir), name, true);
-            unlinkat(dir, name, flags)?;
+            match unlinkat(dir, name, flags) {
+                Err(Errno::NOENT) if claim().again.is_some() => {}
+                done => done?,
+            }
             pinned.into_iter().for_each(|inode| self.was_removed(&inode));
             self.agents.tell(parent.id, name.to_bytes(), 0);
             Ok(())
         })
     }
+}
+
+/// Whether an earlier worker process made this file for the request that is served now. It made it after the request
+/// had come, and the kernel's clock says when. A file that somebody else made at that moment is taken for it.
+pub(super) fn was_made(dir: BorrowedFd, name: &CStr, format: u32) -> bool {
+    let Some(since) = claim().again else { return false };
+    stat(dir, name).is_ok_and(|st| u32::from(st.stx_mode) & libc::S_IFMT == format && ns(&born(&st)) >= since)
+}
+
+/// Whether an earlier worker process made this rename for the request that is served now. An exchange leaves no name
+/// missing, but it gives both files another time of change.
+fn was_moved(from: (BorrowedFd, &CStr), to: (BorrowedFd, &CStr), flags: RenameFlags) -> bool {
+    let Some(since) = claim().again else { return false };
+    let changed = |st: Result<Statx>| st.is_ok_and(|st| ns(&st.stx_ctime) >= since);
+    let (old, new) = (stat(from.0, from.1), stat(to.0, to.1));
+    match flags.contains(RenameFlags::EXCHANGE) {
+        true => changed(old) && changed(new),
+        // A whiteout is left in its place.
+        false if flags.contains(RenameFlags::WHITEOUT) => {
+            old.is_ok_and(|st| FileType::from_raw_mode(st.stx_mode.into()) == FileType::CharacterDevice) && changed(new)
+        }
+        false => matches!(old, Err(Errno::NOENT)) && changed(new),
+    }
+}
+
+/// Whether the name is one of this file.
+fn is_same(fd: BorrowedFd, dir: BorrowedFd, name: &CStr) -> bool {
+    let same = |a: Statx, b: Statx| (a.stx_ino, dev(&a), mount(&a)) == (b.stx_ino, dev(&b), mount(&b));
+    stat(fd, c"").is_ok_and(|a| stat(dir, name).is_ok_and(|b| same(a, b)))
+}
+
+/// When the file was made, as far as its file system says.
+fn born(st: &Statx) -> StatxTimestamp {
+    if st.stx_mask & StatxFlags::BTIME.bits() != 0 { st.stx_btime } else { st.stx_ctime }
+}
+
+/// In ns.
+fn ns(time: &StatxTimestamp) -> u64 {
+    (time.tv_sec as u64).wrapping_mul(1_000_000_000).wrapping_add(time.tv_nsec.into())
 }
 
 impl Names for PassthroughFs {
@@ -330,23 +378,24 @@ impl Names for PassthroughFs {
     }
 
     fn symlink(&self, parent: u64, name: &CStr, target: &CStr, by: &Creator) -> Result<EntryOut> {
-        self.make(parent, name, by, |dir| symlinkat(target, dir, name))
+        self.make(parent, name, libc::S_IFLNK, by, |dir| symlinkat(target, dir, name))
     }
 
     fn mknod(&self, parent: u64, name: &CStr, mode: u32, rdev: u32, by: &Creator) -> Result<EntryOut> {
         if self.keeps_owners() {
-            return self.make(parent, name, by, |dir| self.make_kept(dir, name, mode, rdev, by));
+            return self.make(parent, name, libc::S_IFREG, by, |dir| self.make_kept(dir, name, mode, rdev, by));
         }
+        let format = if mode & libc::S_IFMT == 0 { libc::S_IFREG } else { mode & libc::S_IFMT };
         let (kind, mode) = (FileType::from_raw_mode(mode), Mode::from_raw_mode(mode & 0o7777));
-        self.make(parent, name, by, |dir| mknodat(dir, name, kind, mode, decode_rdev(rdev)))
+        self.make(parent, name, format, by, |dir| mknodat(dir, name, kind, mode, decode_rdev(rdev)))
     }
 
     fn mkdir(&self, parent: u64, name: &CStr, mode: u32, by: &Creator) -> Result<EntryOut> {
         if self.keeps_owners() {
             let mode = libc::S_IFDIR | mode & 0o7777;
-            return self.make(parent, name, by, |dir| self.make_kept(dir, name, mode, 0, by));
+            return self.make(parent, name, libc::S_IFDIR, by, |dir| self.make_kept(dir, name, mode, 0, by));
         }
-        self.make(parent, name, by, |dir| mkdirat(dir, name, Mode::from_raw_mode(mode & 0o7777)))
+        self.make(parent, name, libc::S_IFDIR, by, |dir| mkdirat(dir, name, Mode::from_raw_mode(mode & 0o7777)))
     }
 
     fn unlink(&self, parent: u64, name: &CStr) -> Result<()> {
@@ -369,7 +418,9 @@ impl Names for PassthroughFs {
                 let (from, to) = (self.sight(old, dir, name), self.sight(new, newdir, newname));
                 self.pin((old, dir), name, false);
                 let over = self.pin((new, newdir), newname, !flags.contains(RenameFlags::EXCHANGE));
-                if flags.contains(RenameFlags::WHITEOUT) {
+                if was_moved((dir, name), (newdir, newname), flags) {
+                    // Only what follows is left to do.
+                } else if flags.contains(RenameFlags::WHITEOUT) {
                     let by = Creator { group: None, umask: 0, ..*by };
                     self.as_creator(&by, || renameat_with(dir, name, newdir, newname, flags))?;
                 } else {
@@ -395,7 +446,10 @@ impl Names for PassthroughFs {
         self.within(newparent, newname, |parent, dir| {
             inode.with_fd(&self.places, |fd| {
                 let path = FdPath::new(fd);
-                self.naming(dir, || linkat(CWD, path.as_cstr(), dir, newname, AtFlags::SYMLINK_FOLLOW))
+                match self.naming(dir, || linkat(CWD, path.as_cstr(), dir, newname, AtFlags::SYMLINK_FOLLOW)) {
+                    Err(Errno::EXIST) if claim().again.is_some() && is_same(fd, dir, newname) => Ok(()),
+                    linked => linked,
+                }
             })?;
             self.enter(parent, dir, newname, Purpose::Settled)
         })

@@ -11,6 +11,7 @@ use super::owner::OVERRIDE;
 use super::{PassthroughFs, cred};
 use crate::fuse::abi::InitFlags;
 use crate::fuse::ops::{Caller, Result, Xattrs};
+use crate::record::claim;
 
 /// The longest list of names and the longest value in bytes: XATTR_LIST_MAX and XATTR_SIZE_MAX of
 /// include/uapi/linux/limits.h. A guest that asks for more gets no larger buffer.
@@ -70,7 +71,13 @@ impl Xattrs for PassthroughFs {
         let inode = self.inodes.get(node)?;
         let _named = self.named(&inode);
         inode.with_fd(&self.places, |fd| {
-            setxattr(FdPath::new(fd).as_cstr(), &*name, value, flags)?;
+            match setxattr(FdPath::new(fd).as_cstr(), &*name, value, flags) {
+                // An earlier worker process has set it.
+                Err(Errno::EXIST) if claim().again.is_some() => {
+                    setxattr(FdPath::new(fd).as_cstr(), &*name, value, XattrFlags::REPLACE)?;
+                }
+                set => set?,
+            }
             match kill_sgid {
                 Some(by) => self.clear_set_group_id(fd, by),
                 None => Ok(()),
@@ -124,6 +131,10 @@ impl Xattrs for PassthroughFs {
         self.writable()?;
         let inode = self.inodes.get(node)?;
         let _named = self.named(&inode);
-        inode.with_fd(&self.places, |fd| removexattr(FdPath::new(fd).as_cstr(), &*name))
+        inode.with_fd(&self.places, |fd| match removexattr(FdPath::new(fd).as_cstr(), &*name) {
+            // An earlier worker process has removed it.
+            Err(Errno::NODATA) if claim().again.is_some() => Ok(()),
+            removed => removed,
+        })
     }
 }

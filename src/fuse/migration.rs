@@ -8,6 +8,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, little_endian};
 use super::abi::InitFlags;
 use super::ops::FileSystem;
 use super::{CLOSED, Server};
+use crate::record;
 
 const MAGIC: [u8; 8] = *b"thruway\0";
 
@@ -29,6 +30,22 @@ fn invalid(what: impl Into<String>) -> io::Error {
 }
 
 impl<F: FileSystem> Server<F> {
+    /// Goes on with the session that an earlier worker process has left in the record, if there is one. To be called
+    /// before there are requests.
+    ///
+    /// # Errors
+    /// If this daemon cannot have what INIT settled. There is no session then.
+    pub fn take_over(&self) -> io::Result<()> {
+        let Some(record) = record::get() else { return Ok(()) };
+        let Some((session, minor)) = record.session() else { return Ok(()) };
+        self.enter_thread();
+        let flags = InitFlags::from_bits(session).ok_or_else(|| invalid("the session has unknown features"))?;
+        self.fs.take_over(flags, record.take_over())?;
+        self.minor.store(minor, Ordering::Relaxed);
+        self.session.store(session, Ordering::Release);
+        Ok(())
+    }
+
     /// The session, for another daemon. No request is served meanwhile.
     ///
     /// # Errors
@@ -68,7 +85,7 @@ impl<F: FileSystem> Server<F> {
         let flags = InitFlags::from_bits(session).ok_or_else(|| invalid("the session has unknown features"))?;
         self.minor.store(0, Ordering::Relaxed);
         self.fs.load(flags, rest)?;
-        self.session.store(session, Ordering::Release);
+        self.open(session, 0);
         Ok(())
     }
 }

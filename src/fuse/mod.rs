@@ -19,6 +19,7 @@ use std::time::Instant;
 use rustix::io::Errno;
 
 use crate::limits::{COPY_PIECE, DATA_BYTES};
+use crate::record;
 use abi::*;
 use buf::IoVecs;
 use metrics::{Counters, Meter, Shard};
@@ -140,8 +141,16 @@ impl<F: FileSystem> Server<F> {
 
     /// Ends waiting requests with EINTR and forgets the session's state, for a device reset or a lost frontend.
     pub fn reset(&self) {
-        self.session.store(CLOSED, Ordering::Release);
+        self.open(CLOSED, 0);
         self.fs.destroy();
+    }
+
+    /// There is this session now.
+    fn open(&self, session: u64, minor: u32) {
+        if let Some(record) = record::get() {
+            record.set_session(if session == CLOSED { 0 } else { session }, minor);
+        }
+        self.session.store(session, Ordering::Release);
     }
 
     /// Whether there is a session.
@@ -196,8 +205,9 @@ impl<F: FileSystem> Server<F> {
             return Ok(());
         }
         // Nothing waits for the others, so the guest's memory may be gone by then.
-        let (server, args) = (self.clone(), args.to_vec());
+        let (server, args, claim) = (self.clone(), args.to_vec(), record::claim());
         reply.run(Wait::Others, move |reply| {
+            record::begin(claim);
             server.enter_thread();
             server.serve(opcode, &mut Request::copied(header, &args, &mut IoVecs::default()), reply)
         })
@@ -289,7 +299,7 @@ impl<F: FileSystem> Server<F> {
             init_out(&compat, flags, map_alignment)
         };
         if !flags.contains(InitFlags::PASSTHROUGH_SHM) {
-            self.session.store(flags.bits(), Ordering::Release);
+            self.open(flags.bits(), compat.minor);
             return reply.put(&out(flags));
         }
         let (open, reply) = (self.session.clone(), reply.detach());

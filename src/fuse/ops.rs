@@ -17,6 +17,7 @@ use super::reply::Reply;
 pub use super::reply::{Answer, DirSink};
 pub use super::transport::{Result, WOULD_WAIT, Wait};
 use crate::agent::Agents;
+use crate::record::Found;
 use crate::watch::FileId;
 
 /// Who creates a file, and how.
@@ -83,6 +84,14 @@ pub trait Control {
     /// # Errors
     /// If the session cannot move.
     fn save(&self) -> io::Result<Vec<u8>> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+    /// Goes on with what an earlier worker process has left. `flags`: what INIT settled. No request is served
+    /// meanwhile.
+    ///
+    /// # Errors
+    /// If the session cannot go on.
+    fn take_over(&self, _flags: InitFlags, _found: Found) -> io::Result<()> {
         Err(io::ErrorKind::Unsupported.into())
     }
     /// Takes over what [`save`](Self::save) gave. The state may hold anything. `flags`: what INIT settled. No request
