@@ -19,5 +19,6 @@ mod linux;
 pub mod record;
 pub mod sandbox;
 mod size;
+pub mod supervise;
 pub mod watch;
 pub mod window;

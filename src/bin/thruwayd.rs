@@ -9,12 +9,14 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use thruway::cli::{self, Options, Stop, listen};
+use thruway::cli::listen::{self, Bound};
+use thruway::cli::{self, Options, Stop};
 use thruway::control::{self, Facts, Sources};
 use thruway::device;
 use thruway::fs::{self, FileHandles, PassthroughFs};
 use thruway::fuse::Server;
 use thruway::sandbox::{self, Entered, Sandbox, caps, cgroup, limits, seccomp};
+use thruway::supervise;
 use thruway::watch::Watch;
 use thruway::window::Window;
 use thruway::window::proxy::{self, Guard, GuardMode, Proxy};
@@ -63,16 +65,28 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     // The sandbox hides the control groups.
     let memory_limit = cgroup::memory();
     sandbox.helper = proxy.as_ref().map(Proxy::pid);
-    let (entered, (listener, control, proxy)) = sandbox::enter(&sandbox, (listener, control, proxy))?;
+    let (mut entered, (mut listener, mut control, proxy)) = sandbox::enter(&sandbox, (listener, control, proxy))?;
     let config = options.fs.clone();
     // Each thread has its own capabilities, so they are dropped before any thread starts.
     let opens_handles = config.inode_file_handles != FileHandles::Never || config.migration.trust_handles;
     caps::limit(&options.modcaps.clone().unwrap_or_default(), opens_handles)?;
+    if let Entered { proc: Some(proc), root, proc_self_fd } = entered {
+        // All workers would close it, whatever has its number by then.
+        drop(proc_self_fd);
+        let (socket, pid_file) = control.map(|bound| (bound.listener, bound.pid_file)).unzip();
+        let shared = supervise::Shared { root, proc, control: socket };
+        // Only workers get further.
+        let worker = supervise::start(listener, shared, options.keep_alive)?;
+        listener = worker.listener;
+        entered = Entered { root: worker.root, proc_self_fd: worker.proc_self_fd, proc: None };
+        control = worker.control.zip(pid_file).map(|(listener, pid_file)| Bound { listener, pid_file });
+    }
     cli::log::detach()?;
     let window = start_window(options, proxy)?;
     let fs = start_fs(config, entered)?.with_window(window.clone());
     let (watch, no_watch) = start_watch();
     let server = Arc::new(Server::new(fs.with_watch(watch)?));
+    server.take_over()?;
     server.throttle().set(options.limit_iops.unwrap_or_default(), options.limit_bandwidth.unwrap_or_default());
     let urings = Arc::new(device::Urings::new(options.num_request_queues));
     let monitor = Arc::new(device::Monitor::default());

@@ -86,6 +86,12 @@ pub struct Options {
     #[arg(help_heading = "Socket", long)]
     pub keep_alive: bool,
 
+    /// If the process that serves is killed, start another one, which goes on where it was: the guest sees a delay
+    ///
+    /// It needs --sandbox namespace. Not together with a window.
+    #[arg(help_heading = "Socket", long, conflicts_with_all = ["dax_window", "passthrough_window"])]
+    pub supervise: bool,
+
     /// The number of request queues, for frontends that ask the daemon for it
     ///
     /// The guest uses at most one queue for each of its CPUs. QEMU's vhost-user-fs-pci does not ask: it uses its own
@@ -400,13 +406,14 @@ impl Options {
             uid_map: self.uid_map.clone(),
             gid_map: self.gid_map.clone(),
             helper: None,
+            supervised: self.supervise,
         }
     }
 
     /// How many processes and threads the daemon cannot do without.
     pub fn least_threads(&self) -> usize {
         let window = self.dax_window.size > 0 || self.passthrough_window.size > 0;
-        let more = [(window, limits::WINDOW_THREADS), (self.control_path.is_some(), 1)];
+        let more = [(window, limits::WINDOW_THREADS), (self.control_path.is_some(), 1), (self.supervise, 1)];
         let more: usize = more.iter().filter(|(has, _)| *has).map(|(_, threads)| threads).sum();
         limits::LEAST_THREADS + more
     }

@@ -49,6 +49,8 @@ pub struct Settings {
     /// A child process for which processes of the host may wait. With [`Sandbox::Namespace`] the process that waits for
     /// the daemon reaps it, and kills it if a signal stops it.
     pub helper: Option<Pid>,
+    /// The process that serves is to have a supervisor. Only with [`Sandbox::Namespace`].
+    pub supervised: bool,
 }
 
 /// What the file system needs from inside the sandbox.
@@ -58,6 +60,8 @@ pub struct Entered {
     pub root: OwnedFd,
     /// `/proc/self/fd` of the process that serves, O_PATH.
     pub proc_self_fd: OwnedFd,
+    /// If it is supervised: a process file system that has nothing but the sandbox's processes.
+    pub proc: Option<OwnedFd>,
 }
 
 /// Why the daemon cannot enter the sandbox or start the window process, in one line.
@@ -73,6 +77,8 @@ pub enum Error {
     IdMapUnusable,
     #[error("cannot map IDs into the user namespace: {0}")]
     IdMap(String),
+    #[error("--supervise needs --sandbox namespace, whose first process is the supervisor")]
+    Unsupervised,
     #[error("cannot {step}: {source}")]
     Step { step: &'static str, source: io::Error },
     #[error("{0}")]
@@ -93,7 +99,7 @@ impl<T, E: Into<io::Error>> Step<T> for Result<T, E> {
 /// Checks whether this user can have this sandbox, before anything is changed.
 ///
 /// # Errors
-/// [`Error::IdMapUnusable`], [`Error::ChrootNeedsRoot`].
+/// [`Error::IdMapUnusable`], [`Error::ChrootNeedsRoot`], [`Error::Unsupervised`].
 pub fn check(settings: &Settings) -> Result<(), Error> {
     let root = geteuid().is_root();
     let maps = !settings.uid_map.is_empty() || !settings.gid_map.is_empty();
@@ -102,6 +108,9 @@ pub fn check(settings: &Settings) -> Result<(), Error> {
     }
     if settings.sandbox == Sandbox::Chroot && !root {
         return Err(Error::ChrootNeedsRoot);
+    }
+    if settings.supervised && settings.sandbox != Sandbox::Namespace {
+        return Err(Error::Unsupervised);
     }
     Ok(())
 }
@@ -119,7 +128,9 @@ pub fn enter<T>(settings: &Settings, kept: T) -> Result<(Entered, T), Error> {
     match settings.sandbox {
         Sandbox::Namespace => namespace::enter(settings, kept),
         Sandbox::Chroot => Ok((enter_chroot(&settings.shared_dir)?, kept)),
-        Sandbox::None => Ok((Entered { root: open_dir(&settings.shared_dir)?, proc_self_fd: open_fds()? }, kept)),
+        Sandbox::None => {
+            Ok((Entered { root: open_dir(&settings.shared_dir)?, proc_self_fd: open_fds()?, proc: None }, kept))
+        }
     }
 }
 
@@ -127,7 +138,7 @@ fn enter_chroot(dir: &Path) -> Result<Entered, Error> {
     let proc_self_fd = detached_fds().or_else(|_| open_fds())?;
     chroot(dir).step("make the shared directory the root (needs CAP_SYS_CHROOT)")?;
     chdir("/").step("change to the shared directory")?;
-    Ok(Entered { root: open_dir(Path::new("/"))?, proc_self_fd })
+    Ok(Entered { root: open_dir(Path::new("/"))?, proc_self_fd, proc: None })
 }
 
 fn open_dir(dir: &Path) -> Result<OwnedFd, Error> {

@@ -1,7 +1,7 @@
 //! `--sandbox namespace`: a child process serves, which sees only the shared directory.
 
 use std::io::{ErrorKind, Read};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::exit;
@@ -9,7 +9,8 @@ use std::process::exit;
 use caps::CapSet;
 use rustix::fs::CWD;
 use rustix::mount::{
-    MountPropagationFlags, MoveMountFlags, OpenTreeFlags, UnmountFlags, mount_change, move_mount, open_tree, unmount,
+    FsMountFlags, FsOpenFlags, MountAttrFlags, MountPropagationFlags, MoveMountFlags, OpenTreeFlags, UnmountFlags,
+    fsconfig_create, fsconfig_set_string, fsmount, fsopen, mount_change, move_mount, open_tree, unmount,
 };
 use rustix::process::{
     Pid, Signal, WaitOptions, chdir, fchdir, geteuid, kill_process, pivot_root, set_parent_process_death_signal, wait,
@@ -37,7 +38,7 @@ pub fn enter<T>(settings: &Settings, kept: T) -> Result<(Entered, T), Error> {
         Forked::Child => {
             drop(parent);
             die_with_parent(child)?;
-            Ok((enter_mounts(&settings.shared_dir)?, kept))
+            Ok((enter_mounts(&settings.shared_dir, settings.supervised)?, kept))
         }
         Forked::Parent(pid) => {
             // If the parent kept the socket, a second frontend could connect to it without an answer. If it kept the
@@ -59,8 +60,9 @@ fn die_with_parent(mut parent: UnixStream) -> Result<(), Error> {
     }
 }
 
-fn enter_mounts(shared_dir: &Path) -> Result<Entered, Error> {
+fn enter_mounts(shared_dir: &Path, supervised: bool) -> Result<Entered, Error> {
     let proc_self_fd = detached_fds()?;
+    let proc = if supervised { Some(own_processes()?) } else { None };
     // Later mounts of the host in the shared directory appear here. Mounts made here do not reach the host.
     let slave = MountPropagationFlags::DOWNSTREAM | MountPropagationFlags::REC;
     mount_change("/", slave).step("separate the mounts from the host's")?;
@@ -77,7 +79,19 @@ fn enter_mounts(shared_dir: &Path) -> Result<Entered, Error> {
     let onto_itself = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_SYMLINKS;
     move_mount(&tree, "", CWD, shared_dir, onto_itself).step("mount the shared directory")?;
     pivot_into(tree.as_fd())?;
-    Ok(Entered { root: open_dir(Path::new("/"))?, proc_self_fd })
+    Ok(Entered { root: open_dir(Path::new("/"))?, proc_self_fd, proc })
+}
+
+/// A process file system of this process's PID namespace. It has nothing but processes (Linux 5.8): a worker that is
+/// not the supervisor finds its own descriptors there, and neither finds anything of the host.
+fn own_processes() -> Result<OwnedFd, Error> {
+    let step = "make a process file system for --supervise (needs Linux 5.8 and CAP_SYS_ADMIN)";
+    let proc = fsopen("proc", FsOpenFlags::FSOPEN_CLOEXEC).step(step)?;
+    fsconfig_set_string(&proc, "subset", "pid").step(step)?;
+    fsconfig_create(&proc).step(step)?;
+    let attributes = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV;
+    let attributes = attributes | MountAttrFlags::MOUNT_ATTR_NOEXEC;
+    fsmount(&proc, FsMountFlags::FSMOUNT_CLOEXEC, attributes).step(step)
 }
 
 /// Makes the mounted `tree` the root directory and unmounts everything else.

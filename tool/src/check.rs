@@ -326,6 +326,7 @@ pub fn enter_sandbox(dir: PathBuf) -> ExitCode {
         uid_map: vec![],
         gid_map: vec![],
         helper: None,
+        supervised: false,
     };
     let entered = sandbox::enter(&settings, ())
         .and_then(|_| caps::limit(&caps::ModCaps::default(), false))

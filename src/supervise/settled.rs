@@ -1,0 +1,216 @@
+//! What a frontend has settled with its device, for another worker process that must hear of it.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+
+use super::message::*;
+use crate::record::RINGS;
+
+/// Bytes of a memory region: its address in the guest, its length, its address in the frontend, its offset in the file.
+const REGION: usize = 32;
+/// Regions of one SET_MEM_TABLE: the frontends that have more add them one by one.
+const TABLE: usize = 8;
+
+/// The messages that count.
+#[derive(Debug, Default)]
+pub struct Settled {
+    owner: Option<Message>,
+    features: Option<Message>,
+    protocol: Option<Message>,
+    log: Option<Message>,
+    log_fd: Option<Message>,
+    channel: Option<Message>,
+    regions: Vec<(Vec<u8>, OwnedFd)>,
+    rings: Vec<RingSettled>,
+}
+
+/// Of one ring. A kick or a call may be a message without a descriptor.
+#[derive(Debug, Default)]
+struct RingSettled {
+    num: Option<Message>,
+    addr: Option<Message>,
+    base: Option<Message>,
+    kick: Option<Message>,
+    call: Option<Message>,
+    err: Option<Message>,
+    enable: Option<Message>,
+}
+
+impl RingSettled {
+    fn all(&self) -> impl Iterator<Item = &Message> {
+        // A kick starts the ring, so the rest comes before it.
+        let Self { num, addr, base, kick, call, err, enable } = self;
+        [num, base, addr, call, err, kick, enable].into_iter().flatten()
+    }
+}
+
+impl Settled {
+    fn ring(&mut self, message: &Message) -> Option<&mut RingSettled> {
+        let index = message.ring()?;
+        if self.rings.len() <= index {
+            self.rings.resize_with(index + 1, RingSettled::default);
+        }
+        self.rings.get_mut(index)
+    }
+
+    /// The device has done what this message says. `reply`: its reply, if there was one.
+    pub fn note(&mut self, message: Message, reply: Option<&Message>) {
+        let message = message.without_reply();
+        match message.request {
+            SET_OWNER => self.owner = Some(message),
+            RESET_OWNER => (self.owner, self.features, self.protocol) = (None, None, None),
+            SET_FEATURES => self.features = Some(message),
+            SET_PROTOCOL_FEATURES => self.protocol = Some(message),
+            SET_LOG_BASE => self.log = Some(message),
+            SET_LOG_FD => self.log_fd = Some(message),
+            SET_BACKEND_REQ_FD => self.channel = Some(message),
+            SET_MEM_TABLE => {
+                let regions = message.body.get(8..).unwrap_or_default().chunks_exact(REGION).map(Vec::from);
+                self.regions = regions.zip(message.fds).collect();
+            }
+            ADD_MEM_REG => {
+                let region = message.body.get(8..8 + REGION).map(Vec::from);
+                self.regions.extend(region.zip(message.fds.into_iter().next()));
+            }
+            REM_MEM_REG => {
+                // The file may be named in another way.
+                let gone = message.body.get(8..8 + 24).unwrap_or_default().to_vec();
+                self.regions.retain(|(region, _)| region[..24] != gone);
+            }
+            RESET_DEVICE => (self.features, self.rings) = (None, Vec::new()),
+            GET_VRING_BASE => {
+                let Some(ring) = self.ring(&message) else { return };
+                (ring.kick, ring.call) = (None, None);
+                ring.base = reply.map(|reply| Message::new(SET_VRING_BASE, reply.body.clone(), Vec::new()));
+            }
+            SET_VRING_NUM | SET_VRING_ADDR | SET_VRING_BASE | SET_VRING_KICK | SET_VRING_CALL | SET_VRING_ERR
+            | SET_VRING_ENABLE => {
+                let Some(ring) = self.ring(&message) else { return };
+                let to = match message.request {
+                    SET_VRING_NUM => &mut ring.num,
+                    SET_VRING_ADDR => &mut ring.addr,
+                    SET_VRING_BASE => &mut ring.base,
+                    SET_VRING_KICK => &mut ring.kick,
+                    SET_VRING_CALL => &mut ring.call,
+                    SET_VRING_ERR => &mut ring.err,
+                    _ => &mut ring.enable,
+                };
+                *to = Some(message);
+            }
+            _ => {}
+        }
+    }
+
+    /// Whether the frontend has started a ring and not stopped it.
+    pub fn is_running(&self, ring: usize) -> bool {
+        self.rings.get(ring).is_some_and(|ring| ring.kick.is_some())
+    }
+
+    /// The descriptors that are kept for the next worker process.
+    pub fn descriptors(&self) -> impl Iterator<Item = RawFd> {
+        let Self { owner, features, protocol, log, log_fd, channel, regions, rings } = self;
+        let first = [owner, features, protocol, log, log_fd, channel].into_iter().flatten();
+        let messages = first.chain(rings.iter().flat_map(RingSettled::all));
+        let fds = messages.flat_map(|message| &message.fds).chain(regions.iter().map(|(_, fd)| fd));
+        fds.map(AsRawFd::as_raw_fd)
+    }
+
+    /// Tells another worker process. The socket has no other replies under way.
+    ///
+    /// # Errors
+    /// Those of the socket. ConnectionAborted if the process ends.
+    pub fn tell(&self, socket: impl AsFd, mut reply: impl FnMut() -> io::Result<Message>) -> io::Result<()> {
+        let ask = |request| Message::new(request, Vec::new(), Vec::new());
+        let first = [ask(GET_FEATURES), ask(GET_PROTOCOL_FEATURES)];
+        for message in first.iter().chain([&self.protocol, &self.owner, &self.features].into_iter().flatten()) {
+            message.send(&socket)?;
+        }
+        let (table, added) = self.regions.split_at(self.regions.len().min(TABLE));
+        let copy = |fd: &OwnedFd| fd.try_clone();
+        if !table.is_empty() {
+            let mut body = (table.len() as u64).to_ne_bytes().to_vec();
+            table.iter().for_each(|(region, _)| body.extend(region));
+            let fds = table.iter().map(|(_, fd)| copy(fd)).collect::<io::Result<_>>()?;
+            Message::new(SET_MEM_TABLE, body, fds).send(&socket)?;
+        }
+        for (region, fd) in added {
+            let body = [&[0; 8], &region[..]].concat();
+            Message::new(ADD_MEM_REG, body, vec![copy(fd)?]).send(&socket)?;
+        }
+        for message in [&self.log_fd, &self.log, &self.channel].into_iter().flatten() {
+            message.send(&socket)?;
+        }
+        for message in self.rings.iter().take(RINGS).flat_map(RingSettled::all) {
+            message.send(&socket)?;
+        }
+        // The dead process may have taken a kick, and not what it was for.
+        for kick in self.rings.iter().filter_map(|ring| ring.kick.as_ref()?.fds.first()) {
+            // It fails if there is one already.
+            let _ = rustix::io::write(kick, &1u64.to_ne_bytes());
+        }
+        // The second of these replies comes after all that is done.
+        ask(GET_FEATURES).send(&socket)?;
+        let mut answered = 0;
+        while answered < 2 {
+            answered += u32::from(reply()?.request == GET_FEATURES);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    fn null() -> OwnedFd {
+        File::open("/dev/null").unwrap().into()
+    }
+
+    /// The requests that another worker process gets.
+    fn told(settled: &Settled) -> Vec<u32> {
+        let (here, there) = UnixStream::pair().unwrap();
+        let answer = || Ok(Message::new(GET_FEATURES, Vec::new(), Vec::new()));
+        settled.tell(&here, answer).unwrap();
+        drop(here);
+        std::iter::from_fn(|| Message::receive(&there).unwrap()).map(|message| message.request).collect()
+    }
+
+    fn region(n: u64) -> Vec<u8> {
+        [n, 1, n, 0].iter().flat_map(|n| n.to_ne_bytes()).collect()
+    }
+
+    #[test]
+    fn memory_is_told_as_it_is_now() {
+        let mut settled = Settled::default();
+        let table = [1u64.to_ne_bytes().to_vec(), region(1)].concat();
+        settled.note(Message::new(SET_MEM_TABLE, table, vec![null()]), None);
+        for n in 2..12 {
+            settled.note(Message::new(ADD_MEM_REG, [vec![0; 8], region(n)].concat(), vec![null()]), None);
+        }
+        settled.note(Message::new(REM_MEM_REG, [vec![0; 8], region(1)].concat(), vec![null()]), None);
+        assert_eq!(settled.descriptors().count(), 10);
+        let told = told(&settled);
+        assert_eq!(told.iter().filter(|request| **request == ADD_MEM_REG).count(), 2);
+        assert_eq!(told.iter().filter(|request| **request == SET_MEM_TABLE).count(), 1);
+    }
+
+    #[test]
+    fn a_stopped_ring_is_not_started() {
+        let mut settled = Settled::default();
+        let index = |n: u32, value: u32| [n.to_ne_bytes(), value.to_ne_bytes()].concat();
+        settled.note(Message::new(SET_VRING_NUM, index(1, 128), Vec::new()), None);
+        settled.note(Message::new(SET_VRING_BASE, index(1, 0), Vec::new()), None);
+        settled.note(Message::new(SET_VRING_KICK, 1u64.to_ne_bytes().into(), vec![null()]), None);
+        assert!(settled.is_running(1) && !settled.is_running(0));
+        assert_eq!(told(&settled)[2..5], [SET_VRING_NUM, SET_VRING_BASE, SET_VRING_KICK]);
+        let reply = Message::new(GET_VRING_BASE, index(1, 77), Vec::new());
+        settled.note(Message::new(GET_VRING_BASE, index(1, 0), Vec::new()), Some(&reply));
+        assert!(!settled.is_running(1));
+        assert_eq!(settled.rings[1].base.as_ref().unwrap().body, index(1, 77));
+        settled.note(Message::new(RESET_DEVICE, Vec::new(), Vec::new()), None);
+        assert_eq!(told(&settled), [GET_FEATURES, GET_PROTOCOL_FEATURES, GET_FEATURES]);
+    }
+}

@@ -1,0 +1,69 @@
+# shellcheck shell=bash disable=SC2154  # lib.sh sets them
+# Workers that are killed under a guest (--supervise).
+
+# worker PID: prints the worker of this supervised daemon, if there is one.
+worker() { family "$1" 2>/dev/null | sed -n 3p; }
+
+# survives KIND KILLS DAEMON-ARGUMENT...: kills so many workers at random moments of a guest's work, in three ways.
+survives() {
+    local kind=$1 kills=$2 pid killed found
+    shift 2
+    make_fast_share share
+    start_daemon s "$work/share" --supervise --xattr --posix-lock --flock "$@"
+    "$boot" --kind "$kind" --log-dir "$work/survive.logs" --fs "s=$work/sockets/s" --ro-dir "$guest_dir" \
+        "$guest_dir/survive.sh" >"$work/out" 2>&1 &
+    pid=$!
+    # 300 s: the boot, under emulation on a busy machine.
+    wait_line "$work/out" '^(started|FAILED)' 300 "$pid"
+    for ((killed = 0; killed < kills; killed++)); do
+        sleep "0.$((RANDOM % 9))$((RANDOM % 10))"
+        found=$(worker "$daemon_pid")
+        kill -0 "$pid" 2>/dev/null || break
+        case $((RANDOM % 4)) in
+            0) kill -SEGV "${found:-none}" ;;
+            1) kill -STOP "${found:-none}" && sleep 0.1 && kill -KILL "$found" ;;
+            *) kill -KILL "${found:-none}" ;;
+        esac 2>/dev/null || true
+    done
+    touch "$work/share/STOP"
+    wait "$pid" || { cat "$work/out" && fail "the guest noticed one of $killed kills"; }
+    cat "$work/out"
+    grep -q '^ok: [0-9]* rounds' "$work/out" || fail 'fio did not end'
+    (($(grep -c '^ok: [0-9]* steps' "$work/out") == 2)) || fail 'the model did not end'
+    found=$(grep -c 'another one goes on' "$work/daemons.logs/daemon-s.log")
+    note "$killed kills, $found workers went on: $(grep '^ok' "$work/out" | tr '\n' ';')"
+    ((found >= killed / 2)) || fail "only $found workers were killed"
+    logs_are_clean "$work/daemons.logs" 'another one goes on'
+    logs_are_clean "$work/survive.logs"
+}
+
+case_survive_auto() { survives uml "$(pick 60 400)"; }
+case_survive_always() { survives uml "$(pick 60 400)" --cache=always; }
+case_survive_never() { survives uml "$(pick 30 400)" --cache=never --inode-file-handles=never; }
+case_survive_writeback() { survives uml "$(pick 30 400)" --writeback; }
+case_survive_qemu() { survives qemu "$(pick 30 400)" --cache=auto; }
+
+# What the host changes is seen, though the guest has leases of what it knew before: the agent registers again, and the guest looks at all again.
+case_survive_agent() {
+    local pid number found
+    with_agent
+    make_fast_share share
+    mkdir "$work/share/d"
+    echo 0 >"$work/share/d/number"
+    start_daemon s "$work/share" --supervise
+    "$boot" --kind uml --log-dir "$work/survive.logs" --fs "s=$work/sockets/s" --ro-dir "$guest_dir" \
+        "$guest_dir/survive-agent.py" >"$work/out" 2>&1 &
+    pid=$!
+    # 300 s: the boot, under emulation on a busy machine.
+    wait_line "$work/out" '^saw 0$' 300 "$pid"
+    for number in {1..10} end; do
+        found=$(worker "$daemon_pid")
+        kill -KILL "$found"
+        echo "$number" >"$work/share/d/new" && mv "$work/share/d/new" "$work/share/d/number"
+        # 40 s: shorter than leases are, and it takes milliseconds.
+        wait_line "$work/out" "^saw $number\$" 40 "$pid"
+    done
+    wait "$pid" || { cat "$work/out" && fail 'the guest failed'; }
+    logs_are_clean "$work/daemons.logs" 'another one goes on'
+    logs_are_clean "$work/survive.logs"
+}

@@ -1,0 +1,640 @@
+//! Workers that are killed under a guest, which must not notice.
+
+use std::fs;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use rustix::fs::{FlockOperation, flock};
+use rustix::process::{Pid, Signal, kill_process};
+use tempfile::TempDir;
+use thruway::fuse::abi::*;
+use thruway_bench::frontend::{Completion, Frontend, Options, Token};
+use zerocopy::{FromBytes, IntoBytes};
+
+/// A limit on hangs.
+const LONG: Duration = Duration::from_secs(15);
+
+/// The log has it when a worker is ready.
+const LISTENS: &str = "Waiting for vhost-user socket connection";
+
+/// A daemon with a supervisor.
+struct Daemon {
+    child: Child,
+    dir: TempDir,
+}
+
+impl Daemon {
+    fn start(args: &[&str]) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir(dir.path().join("share")).unwrap();
+        let mut program = Command::new(env!("CARGO_BIN_EXE_thruwayd"));
+        program.env_remove("RUST_LOG").stdin(Stdio::null()).stderr(fs::File::create(dir.path().join("log")).unwrap());
+        program.arg("--shared-dir").arg(dir.path().join("share")).arg("--socket-path").arg(dir.path().join("socket"));
+        let mut daemon = Self { child: program.arg("--supervise").args(args).spawn().unwrap(), dir };
+        wait_until("listens", || daemon.log().contains(LISTENS) || daemon.child.try_wait().unwrap().is_some());
+        assert!(daemon.child.try_wait().unwrap().is_none());
+        daemon
+    }
+
+    fn share(&self, name: &str) -> PathBuf {
+        self.dir.path().join("share").join(name)
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(self.dir.path().join("log")).unwrap()
+    }
+
+    fn connect(&self) -> Frontend {
+        let guest = Frontend::connect(&self.dir.path().join("socket"), Options::default()).unwrap();
+        let flags = InitFlags::DO_READDIRPLUS | InitFlags::FLOCK_LOCKS | InitFlags::POSIX_LOCKS | InitFlags::INIT_EXT;
+        guest.fuse_init(flags.bits()).unwrap();
+        guest
+    }
+
+    /// The process that was started, the supervisor and, if there is one, the worker.
+    fn family(&self) -> Vec<i32> {
+        let mut all = vec![self.child.id() as i32];
+        for index in 0.. {
+            let Some(pid) = all.get(index) else { break };
+            let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+            all.extend(children.split_whitespace().map(|pid| pid.parse::<i32>().unwrap()));
+        }
+        all
+    }
+
+    fn worker(&self) -> i32 {
+        let mut worker = None;
+        wait_until("there is a worker", || {
+            worker = self.family().get(2).copied();
+            worker.is_some()
+        });
+        worker.unwrap()
+    }
+
+    fn kill(&self) {
+        kill_process(Pid::from_raw(self.worker()).unwrap(), Signal::KILL).unwrap();
+    }
+
+    /// Descriptors of the worker, which are the supervisor's too.
+    fn descriptors(&self) -> usize {
+        fs::read_dir(format!("/proc/{}/fd", self.worker())).unwrap().count()
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("{}", self.log());
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn wait_until(what: &str, mut is: impl FnMut() -> bool) {
+    let end = Instant::now() + LONG;
+    while !is() {
+        assert!(Instant::now() < end, "{what}: not within two minutes");
+        sleep(Duration::from_millis(5));
+    }
+}
+
+/// Room for a reply's body in bytes.
+const ROOM: usize = 8192;
+
+fn ask(guest: &Frontend, opcode: Opcode, node: u64, body: &[u8]) -> Result<Vec<u8>, i32> {
+    guest.request(1, opcode as u32, node, body, &[], ROOM)
+}
+
+fn lookup(guest: &Frontend, parent: u64, name: &[u8]) -> Result<EntryOut, i32> {
+    Ok(EntryOut::read_from_prefix(&ask(guest, Opcode::Lookup, parent, name)?).unwrap().0)
+}
+
+fn open(guest: &Frontend, node: u64, flags: i32) -> u64 {
+    let args = OpenIn { flags: flags as u32, open_flags: 0 };
+    OpenOut::read_from_prefix(&ask(guest, Opcode::Open, node, args.as_bytes()).unwrap()).unwrap().0.fh
+}
+
+fn read(guest: &Frontend, node: u64, fh: u64) -> Result<Vec<u8>, i32> {
+    ask(guest, Opcode::Read, node, ReadIn { fh, size: 4096, ..Default::default() }.as_bytes())
+}
+
+fn release(guest: &Frontend, node: u64, fh: u64) {
+    ask(guest, Opcode::Release, node, ReleaseIn { fh, ..Default::default() }.as_bytes()).unwrap();
+}
+
+fn setlk(guest: &Frontend, node: u64, fh: u64, flags: u32) -> Result<Vec<u8>, i32> {
+    let lk = FileLock { start: 0, end: i64::MAX as u64, kind: libc::F_WRLCK as u32, pid: 1 };
+    ask(guest, Opcode::Setlk, node, LkIn { fh, owner: 7, lk, lk_flags: flags, padding: 0 }.as_bytes())
+}
+
+fn a_guest_does_not_notice(handles: &str) {
+    let daemon = Daemon::start(&["--inode-file-handles", handles, "--posix-lock", "--flock"]);
+    fs::create_dir(daemon.share("dir")).unwrap();
+    fs::write(daemon.share("dir/file"), "contents").unwrap();
+    fs::write(daemon.share("dir/listed"), "as listed").unwrap();
+    let guest = daemon.connect();
+    let dir = lookup(&guest, ROOT_ID, b"dir\0").unwrap().nodeid;
+    let file = lookup(&guest, dir, b"file\0").unwrap().nodeid;
+    let fh = open(&guest, file, libc::O_RDWR);
+    daemon.kill();
+    assert_eq!(read(&guest, file, fh).unwrap(), b"contents");
+    assert_eq!(lookup(&guest, dir, b"file\0").unwrap().nodeid, file);
+
+    // What READDIRPLUS has named, a position in a directory, a file without a name, and locks.
+    let listing = {
+        let args = OpenIn::default();
+        OpenOut::read_from_prefix(&ask(&guest, Opcode::Opendir, dir, args.as_bytes()).unwrap()).unwrap().0.fh
+    };
+    let list = |offset| {
+        let args = ReadIn { fh: listing, offset, size: ROOM as u32, ..Default::default() };
+        ask(&guest, Opcode::Readdirplus, dir, args.as_bytes()).unwrap()
+    };
+    let all = list(0);
+    let mut entries = &all[..];
+    let (mut listed, mut first) = (0, 0);
+    while !entries.is_empty() {
+        let (entry, rest) = EntryOut::read_from_prefix(entries).unwrap();
+        let (dirent, rest) = Dirent::read_from_prefix(rest).unwrap();
+        let (name, _) = rest.split_at(dirent.namelen as usize);
+        if name == b"listed" {
+            listed = entry.nodeid;
+        }
+        if first == 0 {
+            first = dirent.off;
+        }
+        entries = &rest[(dirent.namelen as usize).next_multiple_of(8)..];
+    }
+    assert!(setlk(&guest, file, fh, 0).is_ok() && setlk(&guest, file, fh, LK_FLOCK).is_ok());
+    ask(&guest, Opcode::Unlink, dir, b"file\0").unwrap();
+    daemon.kill();
+    assert_eq!(read(&guest, file, fh).unwrap(), b"contents");
+    let attr = ask(&guest, Opcode::Getattr, file, GetattrIn::default().as_bytes()).unwrap();
+    assert_eq!(AttrOut::read_from_prefix(&attr).unwrap().0.attr.nlink, 0);
+    let attr = ask(&guest, Opcode::Getattr, listed, GetattrIn::default().as_bytes()).unwrap();
+    assert_eq!(AttrOut::read_from_prefix(&attr).unwrap().0.attr.size, 9);
+    assert!(list(first).len() < all.len());
+    assert_eq!(lookup(&guest, dir, b"file\0").unwrap_err(), libc::ENOENT);
+    release(&guest, file, fh);
+    assert_eq!(read(&guest, file, fh).unwrap_err(), libc::EBADF);
+    assert!(!daemon.log().contains("ERROR"), "{}", daemon.log());
+}
+
+#[test]
+fn a_guest_does_not_notice_with_descriptors() {
+    a_guest_does_not_notice("never");
+}
+
+#[test]
+fn a_guest_does_not_notice_with_handles() {
+    a_guest_does_not_notice("prefer");
+}
+
+#[test]
+fn locks_are_held_all_the_time() {
+    let daemon = Daemon::start(&["--flock", "--posix-lock"]);
+    fs::write(daemon.share("file"), "").unwrap();
+    let guest = daemon.connect();
+    let node = lookup(&guest, ROOT_ID, b"file\0").unwrap().nodeid;
+    let fh = open(&guest, node, libc::O_RDWR);
+    setlk(&guest, node, fh, LK_FLOCK).unwrap();
+    let host = fs::File::open(daemon.share("file")).unwrap();
+    let refused = || flock(&host, FlockOperation::NonBlockingLockShared) == Err(rustix::io::Errno::WOULDBLOCK);
+    assert!(refused());
+    let worker = daemon.worker();
+    daemon.kill();
+    wait_until("another worker", || daemon.family().get(2).is_some_and(|pid| *pid != worker) || !refused());
+    assert!(refused());
+    release(&guest, node, fh);
+    assert!(!refused());
+}
+
+#[test]
+fn a_request_that_waits_goes_on() {
+    let daemon = Daemon::start(&["--flock"]);
+    fs::write(daemon.share("file"), "").unwrap();
+    let guest = daemon.connect();
+    let node = lookup(&guest, ROOT_ID, b"file\0").unwrap().nodeid;
+    let fh = open(&guest, node, libc::O_RDWR);
+    let host = fs::File::open(daemon.share("file")).unwrap();
+    flock(&host, FlockOperation::LockExclusive).unwrap();
+    let lk = FileLock { start: 0, end: i64::MAX as u64, kind: libc::F_WRLCK as u32, pid: 1 };
+    let body = LkIn { fh, owner: 7, lk, lk_flags: LK_FLOCK, padding: 0 };
+    let token = submit(&guest, Opcode::Setlkw, node, body.as_bytes());
+    // Others are served meanwhile.
+    for _ in 0..3 {
+        lookup(&guest, ROOT_ID, b"file\0").unwrap();
+        daemon.kill();
+    }
+    lookup(&guest, ROOT_ID, b"file\0").unwrap();
+    flock(&host, FlockOperation::Unlock).unwrap();
+    assert_eq!(reply(&guest, token), Ok(Vec::new()));
+}
+
+#[test]
+fn nothing_is_left_open() {
+    let daemon = Daemon::start(&[]);
+    fs::write(daemon.share("file"), "contents").unwrap();
+    let guest = daemon.connect();
+    let once = || {
+        let node = lookup(&guest, ROOT_ID, b"file\0").unwrap().nodeid;
+        let fh = open(&guest, node, libc::O_RDWR);
+        daemon.kill();
+        assert_eq!(read(&guest, node, fh).unwrap(), b"contents");
+        release(&guest, node, fh);
+        lookup(&guest, ROOT_ID, b"file\0").unwrap();
+    };
+    once();
+    // A descriptor that is only kept is closed after a second or two.
+    let mut before = 0;
+    wait_until("settles", || {
+        sleep(Duration::from_secs(2));
+        std::mem::replace(&mut before, daemon.descriptors()) == daemon.descriptors()
+    });
+    for _ in 0..10 {
+        once();
+    }
+    wait_until("closes what is not used", || daemon.descriptors() <= before);
+}
+
+#[test]
+fn a_frontend_that_leaves_ends_all() {
+    let mut daemon = Daemon::start(&[]);
+    let guest = daemon.connect();
+    daemon.kill();
+    assert!(lookup(&guest, ROOT_ID, b"none\0").is_err());
+    drop(guest);
+    assert!(daemon.child.wait().unwrap().success());
+}
+
+#[test]
+fn another_frontend_finds_nothing_of_the_first() {
+    let daemon = Daemon::start(&["--keep-alive"]);
+    fs::write(daemon.share("file"), "contents").unwrap();
+    let mut last = 0;
+    for _ in 0..3 {
+        let guest = daemon.connect();
+        assert!(ask(&guest, Opcode::Getattr, 1 << 20 | last, GetattrIn::default().as_bytes()).is_err());
+        last = lookup(&guest, ROOT_ID, b"file\0").unwrap().nodeid;
+        daemon.kill();
+        lookup(&guest, ROOT_ID, b"file\0").unwrap();
+        drop(guest);
+        daemon.kill();
+    }
+}
+
+#[test]
+fn a_daemon_that_cannot_serve_gives_up() {
+    let mut daemon = Daemon::start(&[]);
+    let mut status = None;
+    wait_until("gives up", || {
+        if let Some(worker) = daemon.family().get(2) {
+            let _ = kill_process(Pid::from_raw(*worker).unwrap(), Signal::KILL);
+        }
+        status = daemon.child.try_wait().unwrap();
+        status.is_some()
+    });
+    assert_eq!(status.unwrap().code(), Some(128 + libc::SIGKILL));
+    assert!(daemon.log().contains("were killed one after the other"), "{}", daemon.log());
+}
+
+fn submit(guest: &Frontend, opcode: Opcode, node: u64, body: &[u8]) -> Token {
+    let (_, head) = guest.header(opcode as u32, node, body.len());
+    let room = [size_of::<OutHeader>(), ROOM];
+    guest.submit(1, &[&[&head, body].concat()], &room).unwrap()
+}
+
+fn reply(guest: &Frontend, token: Token) -> Result<Vec<u8>, i32> {
+    decode(&guest.wait_for(1, token, LONG).unwrap())
+}
+
+fn decode(done: &Completion) -> Result<Vec<u8>, i32> {
+    // FORGET has no reply.
+    let Ok((header, body)) = OutHeader::read_from_prefix(&done.data) else { return Ok(Vec::new()) };
+    if header.error == 0 { Ok(body.to_vec()) } else { Err(-header.error) }
+}
+
+fn is_known(guest: &Frontend, node: u64) -> bool {
+    ask(guest, Opcode::Getattr, node, GetattrIn::default().as_bytes()).is_ok()
+}
+
+/// The worker's thread of a queue, stopped.
+struct Traced {
+    pid: i32,
+    thread: i32,
+}
+
+impl Traced {
+    fn stop(pid: i32) -> Self {
+        let mut found = None;
+        wait_until("the queue has its thread", || {
+            let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap().flatten();
+            let mut named = tasks.filter(|task| {
+                fs::read_to_string(task.path().join("comm")).is_ok_and(|comm| comm.starts_with("thruway-q"))
+            });
+            found = named.next().and_then(|task| task.file_name().to_str()?.parse().ok());
+            found.is_some()
+        });
+        let thread = found.unwrap();
+        let this = Self { pid, thread };
+        this.ptrace(libc::PTRACE_SEIZE);
+        this.ptrace(libc::PTRACE_INTERRUPT);
+        assert!(this.wait());
+        this
+    }
+
+    fn ptrace(&self, how: u32) -> bool {
+        // SAFETY: no such request takes memory.
+        unsafe { libc::ptrace(how, self.thread, 0, 0) == 0 }
+    }
+
+    /// Waits for a stop. False: the thread has ended.
+    fn wait(&self) -> bool {
+        let mut status = 0;
+        // SAFETY: `status` is an int.
+        let pid = unsafe { libc::waitpid(self.thread, &raw mut status, libc::__WALL) };
+        pid == self.thread && libc::WIFSTOPPED(status)
+    }
+
+    /// Has it stopped within the next moments? It may sleep instead.
+    fn has_stopped(&self) -> bool {
+        let mut status = 0;
+        // SAFETY: `status` is an int.
+        let pid = unsafe { libc::waitpid(self.thread, &raw mut status, libc::__WALL | libc::WNOHANG) };
+        pid == self.thread && libc::WIFSTOPPED(status)
+    }
+
+    /// Whether it waits in a system call, as it does when its queue is empty.
+    fn sleeps(&self) -> bool {
+        let stat = fs::read_to_string(format!("/proc/{}/task/{}/stat", self.pid, self.thread)).unwrap_or_default();
+        stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('S'))
+    }
+
+    fn kill(&self) {
+        kill_process(Pid::from_raw(self.pid).unwrap(), Signal::KILL).unwrap();
+        while self.wait() {}
+    }
+}
+
+/// An operation that is killed at each of its steps, and what must have come of it.
+struct Operation {
+    name: &'static str,
+    opcode: Opcode,
+    node: u64,
+    body: Vec<u8>,
+    /// What the guest must get and what the share must be like.
+    check: Box<Check>,
+}
+
+type Check = dyn Fn(&Frontend, Result<Vec<u8>, i32>);
+
+fn operation(
+    name: &'static str,
+    (opcode, node): (Opcode, u64),
+    parts: &[&[u8]],
+    check: impl Fn(&Frontend, Result<Vec<u8>, i32>) + 'static,
+) -> Operation {
+    Operation { name, opcode, node, body: parts.concat(), check: Box::new(check) }
+}
+
+type Prepare = fn(&Frontend, &Path, usize) -> Operation;
+
+fn entry_of(reply: Result<Vec<u8>, i32>) -> EntryOut {
+    EntryOut::read_from_prefix(&reply.unwrap()).unwrap().0
+}
+
+fn name(kind: &str, n: usize) -> (String, Vec<u8>) {
+    let name = format!("{kind}{n}");
+    let bytes = format!("{name}\0").into_bytes();
+    (name, bytes)
+}
+
+const OPERATIONS: &[Prepare] = &[
+    |_, share, n| {
+        let (name, bytes) = name("mkdir", n);
+        let args = MkdirIn { mode: 0o750, umask: 0 };
+        let path = share.join(name);
+        operation("MKDIR", (Opcode::Mkdir, ROOT_ID), &[args.as_bytes(), &bytes], move |_, reply| {
+            assert_eq!(entry_of(reply).attr.mode, libc::S_IFDIR | 0o750);
+            assert!(path.is_dir());
+        })
+    },
+    |_, share, n| {
+        let (name, bytes) = name("mknod", n);
+        let args = MknodIn { mode: libc::S_IFIFO | 0o600, ..Default::default() };
+        let path = share.join(name);
+        operation("MKNOD", (Opcode::Mknod, ROOT_ID), &[args.as_bytes(), &bytes], move |_, reply| {
+            entry_of(reply);
+            assert!(path.metadata().unwrap().file_type().is_fifo());
+        })
+    },
+    |_, share, n| {
+        let (name, bytes) = name("symlink", n);
+        let path = share.join(name);
+        operation("SYMLINK", (Opcode::Symlink, ROOT_ID), &[&bytes, b"target\0"], move |_, reply| {
+            entry_of(reply);
+            assert_eq!(fs::read_link(&path).unwrap(), Path::new("target"));
+        })
+    },
+    |_, share, n| {
+        let (name, bytes) = name("create", n);
+        let flags = (libc::O_RDWR | libc::O_CREAT | libc::O_EXCL) as u32;
+        let args = CreateIn { flags, mode: libc::S_IFREG | 0o600, ..Default::default() };
+        let path = share.join(name);
+        operation("CREATE", (Opcode::Create, ROOT_ID), &[args.as_bytes(), &bytes], move |_, reply| {
+            entry_of(reply);
+            assert!(path.is_file());
+        })
+    },
+    |guest, share, n| {
+        let (name, bytes) = name("link", n);
+        let path = share.join(&name);
+        fs::write(share.join(format!("{name}-old")), "").unwrap();
+        let old = lookup(guest, ROOT_ID, format!("{name}-old\0").as_bytes()).unwrap().nodeid;
+        let args = LinkIn { oldnodeid: old };
+        operation("LINK", (Opcode::Link, ROOT_ID), &[args.as_bytes(), &bytes], move |_, reply| {
+            assert_eq!(entry_of(reply).nodeid, old);
+            assert_eq!(path.metadata().unwrap().nlink(), 2);
+        })
+    },
+    |guest, share, n| {
+        let (name, bytes) = name("unlink", n);
+        let path = share.join(name);
+        fs::write(&path, "").unwrap();
+        lookup(guest, ROOT_ID, &bytes).unwrap();
+        operation("UNLINK", (Opcode::Unlink, ROOT_ID), &[&bytes], move |_, reply| {
+            reply.unwrap();
+            assert!(!path.exists());
+        })
+    },
+    |guest, share, n| {
+        let (name, bytes) = name("rmdir", n);
+        let path = share.join(name);
+        fs::create_dir(&path).unwrap();
+        lookup(guest, ROOT_ID, &bytes).unwrap();
+        operation("RMDIR", (Opcode::Rmdir, ROOT_ID), &[&bytes], move |_, reply| {
+            reply.unwrap();
+            assert!(!path.exists());
+        })
+    },
+    |guest, share, n| {
+        let ((old, from), (new, to)) = (name("rename-old", n), name("rename-new", n));
+        let (old, new) = (share.join(old), share.join(new));
+        fs::write(&old, "moved").unwrap();
+        fs::write(&new, "replaced").unwrap();
+        lookup(guest, ROOT_ID, &from).unwrap();
+        let args = Rename2In { newdir: ROOT_ID, ..Default::default() };
+        operation("RENAME2", (Opcode::Rename2, ROOT_ID), &[args.as_bytes(), &from, &to], move |_, reply| {
+            reply.unwrap();
+            assert!(!old.exists() && fs::read(&new).unwrap() == b"moved");
+        })
+    },
+    |_, share, n| {
+        let ((old, from), (new, to)) = (name("exchange-a", n), name("exchange-b", n));
+        let (old, new) = (share.join(old), share.join(new));
+        fs::write(&old, "a").unwrap();
+        fs::write(&new, "b").unwrap();
+        // The clock that files' times come from goes on.
+        let before = fs::metadata(&new).unwrap();
+        let probe = share.join("probe");
+        wait_until("time goes on", || {
+            fs::write(&probe, "").unwrap();
+            let now = fs::metadata(&probe).unwrap();
+            (now.ctime(), now.ctime_nsec()) > (before.ctime(), before.ctime_nsec())
+        });
+        let args = Rename2In { newdir: ROOT_ID, flags: libc::RENAME_EXCHANGE, ..Default::default() };
+        operation("RENAME2 to exchange", (Opcode::Rename2, ROOT_ID), &[args.as_bytes(), &from, &to], move |_, reply| {
+            reply.unwrap();
+            assert!(fs::read(&old).unwrap() == b"b" && fs::read(&new).unwrap() == b"a");
+        })
+    },
+    |guest, share, n| {
+        let (name, bytes) = name("forget", n);
+        fs::write(share.join(name), "").unwrap();
+        let node = lookup(guest, ROOT_ID, &bytes).unwrap().nodeid;
+        lookup(guest, ROOT_ID, &bytes).unwrap();
+        lookup(guest, ROOT_ID, &bytes).unwrap();
+        // A batch by a request queue is what can be traced. It has a reply of no bytes.
+        let one = ForgetOne { nodeid: node, nlookup: 1 };
+        let args = [BatchForgetIn { count: 1, dummy: 0 }.as_bytes(), one.as_bytes()].concat();
+        let forget = args.clone();
+        operation("BATCH_FORGET", (Opcode::BatchForget, 0), &[&args], move |guest, _| {
+            for more in [true, true, false] {
+                assert_eq!(is_known(guest, node), more);
+                let token = submit(guest, Opcode::BatchForget, 0, &forget);
+                reply(guest, token).unwrap();
+            }
+        })
+    },
+    |guest, share, n| {
+        let (name, bytes) = name("write", n);
+        let path = share.join(name);
+        fs::write(&path, "").unwrap();
+        let node = lookup(guest, ROOT_ID, &bytes).unwrap().nodeid;
+        let fh = open(guest, node, libc::O_RDWR);
+        let args = WriteIn { fh, size: 5, offset: 3, ..Default::default() };
+        operation("WRITE", (Opcode::Write, node), &[args.as_bytes(), b"hello"], move |_, reply| {
+            assert_eq!(WriteOut::read_from_prefix(&reply.unwrap()).unwrap().0.size, 5);
+            assert_eq!(fs::read(&path).unwrap(), b"\0\0\0hello");
+        })
+    },
+    |guest, share, n| {
+        let (name, bytes) = name("append", n);
+        let path = share.join(name);
+        fs::write(&path, "before").unwrap();
+        let node = lookup(guest, ROOT_ID, &bytes).unwrap().nodeid;
+        let fh = open(guest, node, libc::O_WRONLY | libc::O_APPEND);
+        let args = WriteIn { fh, size: 5, offset: 6, flags: libc::O_APPEND as u32, ..Default::default() };
+        operation("WRITE with O_APPEND", (Opcode::Write, node), &[args.as_bytes(), b"hello"], move |_, reply| {
+            assert_eq!(WriteOut::read_from_prefix(&reply.unwrap()).unwrap().0.size, 5);
+            assert_eq!(fs::read(&path).unwrap(), b"beforehello");
+        })
+    },
+    |guest, share, n| {
+        let (name, bytes) = name("setxattr", n);
+        fs::write(share.join(name), "").unwrap();
+        let node = lookup(guest, ROOT_ID, &bytes).unwrap().nodeid;
+        let args = SetxattrInCompat { size: 5, flags: libc::XATTR_CREATE as u32 };
+        let body: [&[u8]; 3] = [args.as_bytes(), b"user.thruway\0", b"value"];
+        operation("SETXATTR", (Opcode::Setxattr, node), &body, |_, reply| drop(reply.unwrap()))
+    },
+];
+
+/// Kills the worker at step after step of an operation, until one comes to its end. A step is a system call's begin or
+/// end, or so many instructions. Returns the number of kills.
+fn each_step(args: &[&str], prepare: Prepare, how: u32, every: usize) -> (usize, &'static str) {
+    let daemon = Daemon::start(args);
+    let guest = daemon.connect();
+    let share = daemon.share("");
+    let mut kills = 0;
+    loop {
+        let operation = prepare(&guest, &share, kills);
+        // The thread sleeps, and nothing is in its ring.
+        let worker = Traced::stop(daemon.worker());
+        let token = submit(&guest, operation.opcode, operation.node, &operation.body);
+        let mut left = (kills + 1) * every;
+        let mut done = None;
+        let end = Instant::now() + LONG;
+        'steps: while left > 0 {
+            assert!(worker.ptrace(how));
+            // It stops at once, or it sleeps.
+            while !(0..100).any(|_| worker.has_stopped()) {
+                done = done.or_else(|| guest.wait(1, Duration::ZERO).ok());
+                if done.is_some() && worker.sleeps() {
+                    break 'steps;
+                }
+                assert!(Instant::now() < end, "{} hangs", operation.name);
+            }
+            left -= 1;
+        }
+        worker.kill();
+        (operation.check)(&guest, done.map_or_else(|| reply(&guest, token), |done| decode(&done)));
+        if left > 0 {
+            return (kills, operation.name);
+        }
+        kills += 1;
+        wait_until("another worker", || daemon.family().get(2).is_some_and(|pid| *pid != worker.pid));
+        // It may have had nothing to do yet.
+        let _ = lookup(&guest, ROOT_ID, b"none\0");
+    }
+}
+
+#[test]
+fn each_operation_is_done_once() {
+    for prepare in OPERATIONS {
+        let (kills, name) = each_step(&["--xattr"], *prepare, libc::PTRACE_SYSCALL, 1);
+        println!("{name}: {kills} kills");
+        assert!(kills > 0);
+    }
+}
+
+/// Between system calls too. Each step is a prime, so that no two operations are killed at the same places of what they
+/// share. All instructions would take hours: an operation has some 100,000 of them in a debug build.
+#[test]
+fn an_operation_is_done_once_between_its_system_calls() {
+    // MKDIR, CREATE, UNLINK and RENAME2.
+    for (operation, every) in [(0, 24_001), (3, 24_007), (5, 24_019), (7, 24_023)] {
+        let (kills, name) = each_step(&["--xattr"], OPERATIONS[operation], libc::PTRACE_SINGLESTEP, every);
+        println!("{name}: {kills} kills");
+        assert!(kills > 1);
+    }
+}
+
+/// A RELEASE that is served again must not close what was opened since.
+#[test]
+fn no_number_of_an_open_file_is_given_out_twice() {
+    let daemon = Daemon::start(&[]);
+    fs::write(daemon.share("file"), "contents").unwrap();
+    let guest = daemon.connect();
+    let node = lookup(&guest, ROOT_ID, b"file\0").unwrap().nodeid;
+    let mut given = std::collections::HashSet::new();
+    for _ in 0..5 {
+        let fh = open(&guest, node, libc::O_RDWR);
+        assert!(given.insert(fh));
+        release(&guest, node, fh);
+        daemon.kill();
+    }
+}
