@@ -1,16 +1,21 @@
 //! Workers that are killed under a guest, which must not notice.
 
+mod common;
+
 use std::fs;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use common::{thruwayd, wait_until};
 use rustix::fs::{FlockOperation, flock};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 use thruway::fuse::abi::*;
+use thruway::record::{self, LeftAs, Place, Record};
 use thruway_bench::frontend::{Completion, Frontend, Options, Token};
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -28,10 +33,14 @@ struct Daemon {
 
 impl Daemon {
     fn start(args: &[&str]) -> Self {
-        let dir = tempfile::tempdir().unwrap();
-        fs::create_dir(dir.path().join("share")).unwrap();
-        let mut program = Command::new(env!("CARGO_BIN_EXE_thruwayd"));
-        program.env_remove("RUST_LOG").stdin(Stdio::null()).stderr(fs::File::create(dir.path().join("log")).unwrap());
+        Self::run(thruwayd(), tempfile::tempdir().unwrap(), args)
+    }
+
+    fn run(mut program: Command, dir: TempDir, args: &[&str]) -> Self {
+        let share = dir.path().join("share");
+        fs::create_dir(&share).unwrap();
+        fs::set_permissions(&share, fs::Permissions::from_mode(0o777)).unwrap();
+        program.stderr(fs::File::create(dir.path().join("log")).unwrap());
         program.arg("--shared-dir").arg(dir.path().join("share")).arg("--socket-path").arg(dir.path().join("socket"));
         let mut daemon = Self { child: program.arg("--supervise").args(args).spawn().unwrap(), dir };
         wait_until("listens", || daemon.log().contains(LISTENS) || daemon.child.try_wait().unwrap().is_some());
@@ -91,14 +100,6 @@ impl Drop for Daemon {
         }
         let _ = self.child.kill();
         let _ = self.child.wait();
-    }
-}
-
-fn wait_until(what: &str, mut is: impl FnMut() -> bool) {
-    let end = Instant::now() + LONG;
-    while !is() {
-        assert!(Instant::now() < end, "{what}: not within two minutes");
-        sleep(Duration::from_millis(5));
     }
 }
 
@@ -191,6 +192,33 @@ fn a_guest_does_not_notice_with_descriptors() {
 #[test]
 fn a_guest_does_not_notice_with_handles() {
     a_guest_does_not_notice("prefer");
+}
+
+/// Its user namespace has a process file system too.
+#[test]
+fn an_ordinary_users_daemon_goes_on() {
+    if !rustix::process::geteuid().is_root() {
+        // The other tests are of such a daemon then.
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o777)).unwrap();
+    // The user may have no access to the build directory. If this process wrote the copy, a child of another test could
+    // inherit the descriptor, and nobody could run it.
+    let program = dir.path().join("thruwayd");
+    assert!(Command::new("cp").arg(env!("CARGO_BIN_EXE_thruwayd")).arg(&program).status().unwrap().success());
+    let mut program = Command::new(program);
+    program.uid(65534).gid(65534);
+    let daemon = Daemon::run(program, dir, &[]);
+    fs::write(daemon.share("file"), "contents").unwrap();
+    let guest = daemon.connect();
+    let node = lookup(&guest, ROOT_ID, b"file\0").unwrap().nodeid;
+    let fh = open(&guest, node, libc::O_RDONLY);
+    for _ in 0..3 {
+        daemon.kill();
+        assert_eq!(read(&guest, node, fh).unwrap(), b"contents");
+        assert_eq!(lookup(&guest, ROOT_ID, b"file\0").unwrap().nodeid, node);
+    }
 }
 
 #[test]
@@ -637,4 +665,32 @@ fn no_number_of_an_open_file_is_given_out_twice() {
         release(&guest, node, fh);
         daemon.kill();
     }
+}
+
+/// The count and the end of the request are two stores, with no system call between them.
+#[test]
+fn a_forget_is_counted_once() {
+    let record: &'static Record = Box::leak(Box::new(Record::new().unwrap()));
+    record.install();
+    let (cell, ring) = (record.inode(2, 3, libc::S_IFREG, &Place::Lost), record.ring(0));
+    let begins = || record::begin(ring.claim(5).unwrap());
+    let dies = || {
+        ring.leave(LeftAs::Running);
+        assert_eq!(ring.adopt(0, 0).unwrap().taken, [5]);
+    };
+    ring.take(5, 1);
+    begins();
+    assert!(!cell.was_forgotten());
+    cell.set_forgotten(2);
+    dies();
+    begins();
+    assert!(cell.was_forgotten());
+    ring.give_back(5, 0, 0, || ());
+    // The next one is killed before it counts.
+    ring.take(5, 1);
+    begins();
+    assert!(!cell.was_forgotten());
+    dies();
+    begins();
+    assert!(!cell.was_forgotten());
 }
