@@ -5,7 +5,7 @@ use std::fmt;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
@@ -59,6 +59,8 @@ pub struct Ring {
     releases: Mutex<Vec<Arc<dyn Release>>>,
     /// What the next worker process finds of it. Changed with `vring` locked.
     record: OnceLock<RingRecord>,
+    /// The driver's available index when the ring was started.
+    there: AtomicU16,
 }
 
 /// The event by which the driver tells of new chains. vhost-user-backend has another one in its place, which never
@@ -243,8 +245,8 @@ impl Ring {
         !state.get_queue_mut().enable_notification(&*mem).unwrap_or(false)
     }
 
-    /// Leaves the chains that are in the ring, and asks the driver for a kick with the next one. False, and nothing is
-    /// done, if the ring is served from its beginning on, as a booting guest's is.
+    /// Leaves the chains that were in the ring at its start, and asks the driver for a kick with the next one. False if
+    /// there is a next one already, or if the ring is served from its beginning on, as a booting guest's is.
     pub fn keeps_what_is_there(&self) -> bool {
         let mut state = self.vring.get_mut();
         let mem = self.mem.memory();
@@ -253,16 +255,16 @@ impl Ring {
         }
         let queue = state.get_queue_mut();
         let next = queue.next_avail();
-        let mut ask = || {
-            let at = queue.avail_idx(&*mem, Ordering::Acquire)?;
-            queue.set_next_avail(at.0);
-            queue.enable_notification(&*mem)
+        let mut keeps = || {
+            let at = queue.avail_idx(&*mem, Ordering::Acquire)?.0;
+            queue.set_next_avail(at);
+            // The driver may not have been asked for a kick when it added what has come since the start.
+            Ok::<_, QueueError>(at == self.there.load(Ordering::Relaxed) && !queue.enable_notification(&*mem)?)
         };
-        // Again if the driver has added a chain meanwhile. It is stopped while its machine is restored, so once is
-        // enough; a driver that runs gets its kicks from the last time on.
-        let _ = next > 0 && (0..4).any(|_| !ask().unwrap_or(false));
+        // If the ring's memory is gone, there is nothing to serve.
+        let keeps = next > 0 && keeps().unwrap_or(true);
         queue.set_next_avail(next);
-        next > 0
+        keeps
     }
 
     /// Waits until no thread serves the ring.
@@ -534,6 +536,8 @@ impl Ring {
             self.forget(&mut seat);
         }
         drop(seat);
+        let there = self.vring.get_ref().get_queue().avail_idx(&*self.mem.memory(), Ordering::Acquire);
+        self.there.store(there.map_or(0, |there| there.0), Ordering::Relaxed);
         self.vring.set_queue_ready(true);
         self.deliver(&mut late);
     }
@@ -705,6 +709,7 @@ impl VringT<GuestMemory> for Vring {
             stopping: AtomicBool::new(false),
             releases: Mutex::default(),
             record: OnceLock::new(),
+            there: AtomicU16::new(0),
             locks: Arc::default(),
         })))
     }
