@@ -23,7 +23,7 @@ use super::waits::may_wait;
 use super::{PassthroughFs, announce};
 use crate::fuse::abi::*;
 use crate::fuse::ops::{Creator, Mappings, Names, Result, WOULD_WAIT};
-use crate::record::claim;
+use crate::record::{self, claim};
 
 /// Longest target of a symbolic link in bytes, with its NUL: PATH_MAX of include/uapi/linux/limits.h.
 const PATH_MAX: usize = 4096;
@@ -318,19 +318,22 @@ pub(super) fn was_made(dir: BorrowedFd, name: &CStr, format: u32) -> bool {
     stat(dir, name).is_ok_and(|st| u32::from(st.stx_mode) & libc::S_IFMT == format && ns(&born(&st)) >= since)
 }
 
-/// Whether an earlier worker process made this rename for the request that is served now. An exchange leaves no name
-/// missing, but it gives both files another time of change.
+/// To be called before a rename. Whether an earlier worker process made it for the request that is served now. An
+/// exchange leaves no name missing, so the number of the file is noted before.
 fn was_moved(from: (BorrowedFd, &CStr), to: (BorrowedFd, &CStr), flags: RenameFlags) -> bool {
-    let Some(since) = claim().again else { return false };
-    let changed = |st: Result<Statx>| st.is_ok_and(|st| ns(&st.stx_ctime) >= since);
-    let (old, new) = (stat(from.0, from.1), stat(to.0, to.1));
-    match flags.contains(RenameFlags::EXCHANGE) {
-        true => changed(old) && changed(new),
+    let number = |(dir, name)| stat(dir, name).map_or(0, |st| st.stx_ino);
+    if flags.contains(RenameFlags::EXCHANGE) {
+        return record::note(|| number(from)).is_some_and(|moved| moved == number(to));
+    }
+    if claim().again.is_none() || number(to) == 0 {
+        return false;
+    }
+    match stat(from.0, from.1) {
         // A whiteout is left in its place.
-        false if flags.contains(RenameFlags::WHITEOUT) => {
-            old.is_ok_and(|st| FileType::from_raw_mode(st.stx_mode.into()) == FileType::CharacterDevice) && changed(new)
+        Ok(st) if flags.contains(RenameFlags::WHITEOUT) => {
+            FileType::from_raw_mode(st.stx_mode.into()) == FileType::CharacterDevice
         }
-        false => matches!(old, Err(Errno::NOENT)) && changed(new),
+        left => matches!(left, Err(Errno::NOENT)),
     }
 }
 

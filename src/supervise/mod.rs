@@ -23,7 +23,10 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{Dir, Mode, OFlags, openat};
 use rustix::io::Errno;
-use rustix::process::{Pid, Signal, WaitOptions, WaitStatus, set_parent_process_death_signal, waitpid};
+use rustix::process::{
+    DumpableBehavior, Pid, Signal, WaitOptions, WaitStatus, set_dumpable_behavior, set_parent_process_death_signal,
+    waitpid,
+};
 
 use crate::record::{self, LeftAs, RINGS, Record};
 use message::Message;
@@ -66,6 +69,8 @@ pub struct Shared {
 /// # Errors
 /// Those of making a process or a socket, at the first start.
 pub fn start(listener: UnixListener, shared: Shared, keep_alive: bool) -> io::Result<Worker> {
+    // The worker has a way to /proc/1/mem of the sandbox, and may not use it.
+    set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
     let record: &'static Record = Box::leak(Box::new(Record::new()?));
     let own = descriptors(&shared.proc)?;
     let mut supervisor = Supervisor {
@@ -169,6 +174,7 @@ impl Supervisor {
     fn work(&self, listener: UnixListener) -> io::Result<Worker> {
         // The sandbox ends with the supervisor, so this is for a debugger that takes the supervisor away.
         set_parent_process_death_signal(Some(Signal::KILL))?;
+        set_dumpable_behavior(DumpableBehavior::Dumpable)?;
         self.record.install();
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         Ok(Worker {
