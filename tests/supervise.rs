@@ -3,7 +3,9 @@
 mod common;
 
 use std::fs;
+use std::io::{Read, Write};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
@@ -687,4 +689,22 @@ fn a_forget_is_counted_once() {
     dies();
     begins();
     assert!(!cell.was_forgotten());
+}
+
+#[test]
+fn the_control_socket_goes_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("control");
+    let daemon = Daemon::run(thruwayd(), dir, &["--control-path", socket.to_str().unwrap()]);
+    let guest = daemon.connect();
+    for _ in 0..3 {
+        let mut control = UnixStream::connect(&socket).unwrap();
+        control.write_all(b"GET /status HTTP/1.1\r\nHost: _\r\nConnection: close\r\n\r\n").unwrap();
+        let mut status = String::new();
+        control.read_to_string(&mut status).unwrap();
+        assert!(status.starts_with("HTTP/1.1 200"), "{status}");
+        daemon.kill();
+        // Another worker is there.
+        let _ = lookup(&guest, ROOT_ID, b"none\0");
+    }
 }
