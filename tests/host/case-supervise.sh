@@ -43,6 +43,29 @@ case_survive_never() { survives uml "$(pick 30 400)" --cache=never --inode-file-
 case_survive_writeback() { survives uml "$(pick 30 400)" --writeback; }
 case_survive_qemu() { survives qemu "$(pick 30 400)" --cache=auto; }
 
+# pjdfstest tries some 400 results of calls, of which most must not happen twice.
+case_survive_pjdfstest() {
+    local pid killed=0
+    make_share survive
+    start_daemon s "$work/survive" --supervise --posix-acl
+    "$boot" --kind uml --tools --log-dir "$work/survive.logs" --fs "s=$work/sockets/s" "$guest_dir/pjdfstest.sh" >"$work/raw" 2>&1 &
+    pid=$!
+    # 300 s: the boot, under emulation on a busy machine.
+    wait_line "$work/raw" '::' 300 "$pid"
+    while kill -0 "$pid" 2>/dev/null; do
+        sleep "0.$((RANDOM % 4))$((RANDOM % 10))"
+        if kill -KILL "$(worker "$daemon_pid")" 2>/dev/null; then killed=$((killed + 1)); fi
+    done
+    wait "$pid" || (($? == 1)) || fail 'the guest did not come to its end'
+    sed 's/\x1b\[[0-9;]*m//g' "$work/raw" >"$work/survive.out"
+    pjdfstest_results survive
+    note "$killed kills"
+    ((killed > 0)) || fail 'nothing was killed'
+    sed -i '/another one goes on/d' "$work/daemons.logs"/daemon-*.log
+    pjdfstest_check survive
+    logs_are_clean "$work/daemons.logs"
+}
+
 # What the host changes is seen, though the guest has leases of what it knew before: the agent registers again, and the guest looks at all again.
 case_survive_agent() {
     local pid number found

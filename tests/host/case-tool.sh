@@ -61,7 +61,7 @@ case_tool() {
     type_into "$work/run.sh" 'mount -t virtiofs share /mnt' 'until [ -e /mnt/seen ]; do sleep 0.1; done; echo by-run >/mnt/by-run'
     [[ $(cat "$work/share/by-run") == by-run ]] || fail "thruway run does not work: $(cat "$work/console")"
     grep -qE '^guest +FUSE 7\.[0-9]+, cache auto' "$work/status" || fail "thruway status: $(cat "$work/status")"
-    for line in "^ *[0-9]+ +$work/share +[0-9]" '^ +Init '; do
+    for line in "^ *[0-9]+ +$work/share +[0-9]" '^ +INIT '; do
         grep -qE "$line" "$work/top" || fail "thruway top has no line '$line': $(cat "$work/top")"
     done
 }
