@@ -459,20 +459,6 @@ fn one_notification_serves_many_replies() {
 }
 
 #[test]
-fn kicks_are_not_read_one_by_one() {
-    let (_daemon, frontend) = pair(Options::default());
-    echo(&frontend, 1);
-    (0..10).for_each(|_| frontend.kick(1).unwrap());
-    echo(&frontend, 1);
-    assert!(frontend.take_kicks(1) >= 10);
-    // Many of them.
-    (0..1000).for_each(|_| {
-        frontend.kick(1).unwrap();
-        echo(&frontend, 1);
-    });
-}
-
-#[test]
 fn written_pages_are_logged() {
     use std::os::fd::AsRawFd;
     use vhost::{VhostBackend, VhostUserDirtyLogRegion};

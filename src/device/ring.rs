@@ -76,9 +76,7 @@ impl Kick {
     fn wait(&mut self, waiter: Option<(Arc<Epoll>, u64)>) -> io::Result<()> {
         self.end_wait();
         if let (Some(event), Some((epoll, data))) = (&self.event, &waiter) {
-            // Each kick is an event, so nobody has to read them: a system call less for each.
-            let on = EventSet::IN | EventSet::EDGE_TRIGGERED;
-            epoll.ctl(ControlOperation::Add, event.as_raw_fd(), EpollEvent::new(on, *data))?;
+            epoll.ctl(ControlOperation::Add, event.as_raw_fd(), EpollEvent::new(EventSet::IN, *data))?;
             self.waiter = waiter;
         }
         Ok(())
@@ -224,10 +222,10 @@ impl Ring {
         f(self.kick.lock().event.as_ref().map(AsRawFd::as_raw_fd))
     }
 
-    /// Takes the kicks that have come. A frontend may give a pipe, which must not be full: 4 KiB are 512 kicks.
+    /// Takes the kicks that have come.
     pub fn clear_kick(&self) {
         let mut kick = self.kick.lock();
-        let read = kick.event.as_ref().map(|event| rustix::io::read(event, &mut [0; 4096]));
+        let read = kick.event.as_ref().map(|event| rustix::io::read(event, &mut [0; 8]));
         if let Some(Err(e)) = read.filter(|read| *read != Err(Errno::AGAIN) && *read != Err(Errno::INTR)) {
             tracing::error!("the frontend's kick is no event ({e}): its queue is not served any more");
             kick.end_wait();

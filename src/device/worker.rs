@@ -17,9 +17,6 @@ use super::pool::no_thread;
 use super::queue::Workers;
 use super::ring::Ring;
 
-/// Kicks until they are taken: fewer than fill a pipe, and so many that it costs nothing.
-const KICKS: u32 = 256;
-
 /// What has woken a worker. Lookout's events are [`ALL`](super::lookout::ALL).
 const KICK: u64 = 1;
 const WAKE: u64 = 2;
@@ -88,7 +85,6 @@ impl<H: Handler> Workers<H> {
     fn work(self: &Arc<Self>, ring: &Arc<Ring>, index: usize, epoll: &Epoll, wake: &EventFd) {
         // One of each kind.
         let mut events = [EpollEvent::default(); 5];
-        let mut kicks = 0;
         while !self.closing.load(Ordering::Relaxed) {
             let ready = match epoll.wait(-1, &mut events) {
                 Ok(ready) => ready,
@@ -97,12 +93,7 @@ impl<H: Handler> Workers<H> {
             };
             for event in &events[..ready] {
                 match event.data() {
-                    KICK => {
-                        kicks = (kicks + 1) % KICKS;
-                        if kicks == 0 {
-                            ring.clear_kick();
-                        }
-                    }
+                    KICK => ring.clear_kick(),
                     WAKE => drop(wake.read()),
                     URING => self.urings.of(index).into_iter().for_each(|uring| uring.lock().seen()),
                     _ => {}
