@@ -692,6 +692,15 @@ fn a_forget_is_counted_once() {
 }
 
 #[test]
+fn a_session_without_any_feature_goes_on() {
+    let daemon = Daemon::start(&[]);
+    let guest = Frontend::connect(&daemon.dir.path().join("socket"), Options::default()).unwrap();
+    guest.fuse_init(0).unwrap();
+    daemon.kill();
+    assert_eq!(lookup(&guest, ROOT_ID, b"none\0").unwrap_err(), libc::ENOENT);
+}
+
+#[test]
 fn the_control_socket_goes_on() {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("control");

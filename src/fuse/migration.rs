@@ -39,6 +39,7 @@ impl<F: FileSystem> Server<F> {
         let Some(record) = record::get() else { return Ok(()) };
         let Some((session, minor)) = record.session() else { return Ok(()) };
         self.enter_thread();
+        let session = session ^ CLOSED;
         let flags = InitFlags::from_bits(session).ok_or_else(|| invalid("the session has unknown features"))?;
         self.fs.take_over(flags, record.take_over())?;
         self.minor.store(minor, Ordering::Relaxed);

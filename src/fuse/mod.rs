@@ -148,7 +148,8 @@ impl<F: FileSystem> Server<F> {
     /// There is this session now.
     fn open(&self, session: u64, minor: u32) {
         if let Some(record) = record::get() {
-            record.set_session(if session == CLOSED { 0 } else { session }, minor);
+            // 0 in the record: there is none. A session without any feature is another.
+            record.set_session(session ^ CLOSED, minor);
         }
         self.session.store(session, Ordering::Release);
     }
