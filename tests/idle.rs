@@ -10,7 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread::{scope, sleep};
 use std::time::{Duration, Instant};
 
-use common::{thruwayd, wait_until};
+use common::{family, thruwayd, wait_until};
 use tempfile::TempDir;
 use thruway::fuse::abi::*;
 use thruway_bench::frontend::{Frontend, Options};
@@ -61,13 +61,7 @@ impl Daemon {
 
     /// The process that was started and its children.
     fn family(&self) -> Vec<u32> {
-        let mut all = vec![self.child.id()];
-        for index in 0.. {
-            let Some(pid) = all.get(index) else { break };
-            let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
-            all.extend(children.split_whitespace().map(|pid| pid.parse::<u32>().unwrap()));
-        }
-        all
+        family(self.child.id())
     }
 
     /// The directories of /proc of all its threads.

@@ -1,5 +1,7 @@
 //! The sandbox as /proc shows it on the host. If root runs the tests, they also run a daemon as the user `nobody`.
 
+mod common;
+
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, chown};
 use std::os::unix::net::UnixStream;
@@ -9,6 +11,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use common::copy_of_the_daemon;
 use rustix::mount::{MountFlags, MountPropagationFlags, UnmountFlags, mount, mount_bind, mount_change};
 use tempfile::TempDir;
 use thruway::fuse::abi::*;
@@ -299,14 +302,6 @@ fn none_as_user() {
     let daemon = Daemon::start(true, &["--sandbox=none", "--seccomp=none"]);
     assert_eq!(daemon.server(), daemon.child.id());
     assert_eq!((daemon.status("Seccomp:"), daemon.capabilities("CapEff:")), ("0".into(), 0));
-}
-
-/// Copies the program into `dir`, since `nobody` may have no access to the build directory. cp(1) does it: if this
-/// process did, another test's fork(2) could inherit the file open for writing, and it could not be executed.
-fn copy_of_the_daemon(dir: &Path) -> PathBuf {
-    let program = dir.join("thruwayd");
-    assert!(Command::new("cp").arg(env!("CARGO_BIN_EXE_thruwayd")).arg(&program).status().unwrap().success());
-    program
 }
 
 /// The guest's root makes a file, if it is not there, and gives it to a user and a group.

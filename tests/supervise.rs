@@ -12,7 +12,7 @@ use std::process::{Child, Command};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use common::{thruwayd, wait_until};
+use common::{copy_of_the_daemon, family, thruwayd, wait_until};
 use rustix::fs::{FlockOperation, flock};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
@@ -67,13 +67,7 @@ impl Daemon {
 
     /// The process that was started, the supervisor and, if there is one, the worker.
     fn family(&self) -> Vec<i32> {
-        let mut all = vec![self.child.id() as i32];
-        for index in 0.. {
-            let Some(pid) = all.get(index) else { break };
-            let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
-            all.extend(children.split_whitespace().map(|pid| pid.parse::<i32>().unwrap()));
-        }
-        all
+        family(self.child.id()).into_iter().map(|pid| pid as i32).collect()
     }
 
     fn worker(&self) -> i32 {
@@ -205,11 +199,7 @@ fn an_ordinary_users_daemon_goes_on() {
     }
     let dir = tempfile::tempdir().unwrap();
     fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o777)).unwrap();
-    // The user may have no access to the build directory. If this process wrote the copy, a child of another test could
-    // inherit the descriptor, and nobody could run it.
-    let program = dir.path().join("thruwayd");
-    assert!(Command::new("cp").arg(env!("CARGO_BIN_EXE_thruwayd")).arg(&program).status().unwrap().success());
-    let mut program = Command::new(program);
+    let mut program = Command::new(copy_of_the_daemon(dir.path()));
     program.uid(65534).gid(65534);
     let daemon = Daemon::run(program, dir, &[]);
     fs::write(daemon.share("file"), "contents").unwrap();

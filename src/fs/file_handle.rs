@@ -101,10 +101,15 @@ impl Mounts {
         }
         let fd = record::left_behind(mount).ok_or(Errno::BADF)?;
         let (_, id) = sys::name_to_handle(fd.as_fd())?;
+        Ok(FileHandle { mount: self.keep(id, fd), raw })
+    }
+
+    /// From now on, this is the open file of the mount.
+    fn keep(&self, id: i32, fd: OwnedFd) -> Arc<Mount> {
         let keeps_name = keeps_name(fd.as_fd());
         let mount = Arc::new(Mount { fd, keeps_name });
         self.all.insert(id, Some(Arc::downgrade(&mount)));
-        Ok(FileHandle { mount, raw })
+        mount
     }
 
     /// An open file of the mount, and whether it was opened just now.
@@ -130,9 +135,6 @@ impl Mounts {
         }
         // NONBLOCK: does not wait for the holder of a lease.
         let fd = reopen(fd, OFlags::RDONLY | OFlags::NONBLOCK)?;
-        let keeps_name = keeps_name(fd.as_fd());
-        let mount = Arc::new(Mount { fd, keeps_name });
-        self.all.insert(id, Some(Arc::downgrade(&mount)));
-        Ok((mount, true))
+        Ok((self.keep(id, fd), true))
     }
 }

@@ -4,7 +4,7 @@ use std::ffi::CStr;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::os::fd::BorrowedFd;
 
-use rustix::fs::{Statx, StatxFlags, fstatfs};
+use rustix::fs::{Statx, StatxFlags, StatxTimestamp, fstatfs};
 
 use super::sys;
 
@@ -82,6 +82,11 @@ pub fn mount(st: &Statx) -> u32 {
     st.stx_mnt_id as u32
 }
 
+/// A file's time in ns.
+pub fn ns(time: &StatxTimestamp) -> u64 {
+    (time.tv_sec as u64).wrapping_mul(1_000_000_000).wrapping_add(time.tv_nsec.into())
+}
+
 /// What a file is told by that nothing but its number tells.
 pub const UNMARKED: u64 = 0;
 
@@ -102,9 +107,7 @@ impl Key {
     pub fn born(st: &Statx) -> Option<Self> {
         let known = st.stx_mask & StatxFlags::BTIME.bits() != 0;
         // In nanoseconds. The bits that are lost come back after 9 years.
-        let (sec, nsec) = (st.stx_btime.tv_sec as u64, st.stx_btime.tv_nsec);
-        let time = sec.wrapping_mul(1_000_000_000).wrapping_add(nsec.into());
-        known.then(|| Self::new(st, ToldBy::Birth, time))
+        known.then(|| Self::new(st, ToldBy::Birth, ns(&st.stx_btime)))
     }
 
     /// The key of the file that `fd` is a descriptor of. `near`: of another file, perhaps of the same mount.

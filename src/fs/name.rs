@@ -15,7 +15,7 @@ use super::attr::decode_rdev;
 use super::cred::{Denied, Identity};
 use super::fd::{FdPath, open_path, stat};
 use super::inode::{Inode, Lent, Place};
-use super::key::{ToldBy, dev, mount};
+use super::key::{ToldBy, dev, mount, ns};
 use super::lease::{Observation, Point, at};
 use super::path::is_name;
 use super::seen::Seen;
@@ -346,11 +346,6 @@ fn is_same(fd: BorrowedFd, dir: BorrowedFd, name: &CStr) -> bool {
 /// When the file was made, as far as its file system says.
 fn born(st: &Statx) -> StatxTimestamp {
     if st.stx_mask & StatxFlags::BTIME.bits() != 0 { st.stx_btime } else { st.stx_ctime }
-}
-
-/// In ns.
-fn ns(time: &StatxTimestamp) -> u64 {
-    (time.tv_sec as u64).wrapping_mul(1_000_000_000).wrapping_add(time.tv_nsec.into())
 }
 
 impl Names for PassthroughFs {

@@ -25,7 +25,7 @@ use parking_lot::Mutex;
 
 pub use ring::{LeftAs, Leftovers, RingRecord};
 use words::Words;
-pub use words::{clone_files, close, left_behind};
+pub use words::{clone_files, left_behind};
 
 use crate::limits::CHAINS;
 
@@ -104,12 +104,7 @@ pub fn begin(claim: Claim) {
 /// process noted before it began with the same.
 pub fn note(value: impl FnOnce() -> u64) -> Option<u64> {
     let (record, id) = (get()?, claim().id);
-    if id == 0 {
-        return None;
-    }
-    let (ring, note) = RingRecord::note(record, id);
-    let (noted, before) = ring.noted(note, value);
-    before.then_some(noted)
+    if id == 0 { None } else { RingRecord::note(record, id, value) }
 }
 
 /// The process's record, of which there is one, as it has one session.
@@ -437,7 +432,7 @@ impl Record {
                 // Its request opens it again.
                 HANDLE if c != 0 && RingRecord::is_open(self, c) => {
                     self.set_word(cell, 0, FREE);
-                    close(fd);
+                    drop(left_behind(fd));
                 }
                 HANDLE => found.handles.push(FoundHandle { cell: this(), fh: a, node: b, fd }),
                 LOCK => found.locks.push(FoundLock { cell: this(), owner: a, node: b, fh: c, fd }),

@@ -136,28 +136,24 @@ impl RingRecord {
 
     /// Whether a request is still to be answered. `id`: of its [`Claim`].
     pub(super) fn is_open(record: &'static Record, id: u64) -> bool {
-        let (index, head) = ((id >> 56 & 0x7f) as usize, (id >> 40) as u16);
-        let ring = record.ring(index % super::RINGS);
-        let chain = Self::chain(head);
+        let (ring, chain) = Self::of(record, id);
         ring.get(chain + STATE) & STAGE == TAKEN && ring.get(chain + USES) % (1 << 40) == id % (1 << 40)
     }
 
-    /// The word that a request may note for whoever serves it again. `id`: of its [`Claim`].
-    pub(super) fn note(record: &'static Record, id: u64) -> (Self, usize) {
+    /// The ring and the chain of a request. `id`: of its [`Claim`].
+    fn of(record: &'static Record, id: u64) -> (Self, usize) {
         let (index, head) = ((id >> 56 & 0x7f) as usize, (id >> 40) as u16);
-        (record.ring(index % super::RINGS), Self::chain(head) + NOTE)
+        (record.ring(index % super::RINGS), Self::chain(head))
     }
 
-    /// Reads a note, or makes one.
-    pub(super) fn noted(self, note: usize, value: impl FnOnce() -> u64) -> (u64, bool) {
-        match self.get(note) {
-            0 => {
-                let value = value();
-                self.set(note, value.wrapping_add(1));
-                (value, false)
-            }
-            noted => (noted - 1, true),
+    /// What a request has noted for whoever serves it again. Otherwise notes `value`. `id`: of its [`Claim`].
+    pub(super) fn note(record: &'static Record, id: u64, value: impl FnOnce() -> u64) -> Option<u64> {
+        let (ring, chain) = Self::of(record, id);
+        let noted = ring.get(chain + NOTE).checked_sub(1);
+        if noted.is_none() {
+            ring.set(chain + NOTE, value().wrapping_add(1));
         }
+        noted
     }
 
     /// The number of chains that were given back.

@@ -53,12 +53,6 @@ pub fn left_behind(fd: RawFd) -> Option<OwnedFd> {
     Some(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Closes a descriptor that a worker process left behind, and that nobody in this process has.
-pub fn close(fd: RawFd) {
-    // SAFETY: who had it is dead.
-    unsafe { libc::close(fd) };
-}
-
 /// Makes a process with this one's table of descriptors. Returns `None` in it, and its pidfd in this one. `tasks`:
 /// /proc/self/task.
 ///

@@ -364,7 +364,7 @@ impl Supervisor {
         kept.extend(own.into_iter().chain(frontend).chain(pending).chain(self.settled.descriptors()));
         for fd in descriptors(&self.shared.proc)? {
             if !kept.contains(&fd) && !self.own.contains(&fd) {
-                record::close(fd);
+                drop(record::left_behind(fd));
             }
         }
         Ok(())
