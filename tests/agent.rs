@@ -426,6 +426,45 @@ fn a_directory_that_has_moved_is_never_removed() {
     }
 }
 
+/// The guest's kernel changes the two names for each other, whatever it has there.
+#[test]
+fn an_exchange_that_somebody_has_seen_is_not_repeated() {
+    for (swaps, seen, due) in [
+        (1, "", Ok(())),
+        (1, "d", Err(libc::ECANCELED)),
+        (1, "f", Err(libc::ECANCELED)),
+        // Everything is at its old place, as the guest has it.
+        (2, "df", Ok(())),
+    ] {
+        let mut guest = Guest::new();
+        mkdir(&guest.dir.path().join("d"));
+        file(guest.dir.path(), "f");
+        for name in ["d", "f"] {
+            guest.lookup(USER, name).unwrap();
+        }
+        guest.register();
+        let swap = format!("syscall({}, -100, $d, -100, $f, 2) && exit 1;", libc::SYS_renameat2).repeat(swaps);
+        let swap = |dir: &Path| sh(&format!("cd {} && perl -e '($d, $f) = (\"d\", \"f\"); {swap}'", dir.display()));
+        let mut batch = guest.batch(swap);
+        let is_it = |change: &Change| change.has(ops::EXCHANGE) && change.place.name == b"d";
+        while !batch.changes.iter().any(is_it) {
+            batch = guest.batch(|_| {});
+        }
+        for name in seen.split("").filter(|name| !name.is_empty()) {
+            guest.lookup(USER, name).unwrap();
+        }
+        let rename = Rename2In { newdir: ROOT_ID, flags: libc::RENAME_EXCHANGE, ..Default::default() };
+        let parts: [&[u8]; 3] = [rename.as_bytes(), b"d\0", b"f\0"];
+        let mut done = guest.call(AGENT, Opcode::Rename2, ROOT_ID, &parts);
+        if done == Err(libc::EAGAIN) {
+            // It has its kernel ask for the name.
+            guest.lookup(AGENT, "d").unwrap();
+            done = guest.call(AGENT, Opcode::Rename2, ROOT_ID, &parts);
+        }
+        assert_eq!(done.map(drop), due, "{swaps} exchanges, {seen:?} seen");
+    }
+}
+
 /// For an overlay in the guest, which has the share as a lower layer.
 #[test]
 fn a_files_move_may_be_repeated_as_two_changes() {

@@ -203,18 +203,11 @@ impl<F: FileSystem> Server<F> {
                 let (name, newname) = (args.name()?, args.name()?);
                 let from = (node, name.to_bytes());
                 let work = agents.moves(pid, from, (newdir, newname.to_bytes())).ok_or(Errno::PERM)?;
-                let exchange = work.change.has(ops::EXCHANGE);
-                if flags != if exchange { libc::RENAME_EXCHANGE } else { 0 } {
+                if flags != if work.change.has(ops::EXCHANGE) { libc::RENAME_EXCHANGE } else { 0 } {
                     return Err(Errno::PERM);
                 }
-                let holds = || {
-                    if exchange {
-                        return Ok(());
-                    }
-                    self.holds(agents, &work, node, name)?;
-                    self.holds(agents, &work, newdir, newname)
-                };
-                let held = holds();
+                let held =
+                    self.holds(agents, &work, node, name).and_then(|()| self.holds(agents, &work, newdir, newname));
                 match held {
                     Ok(()) => {
                         agents.tell(node, name.to_bytes(), 0);
@@ -427,6 +420,8 @@ impl<F: FileSystem> Server<F> {
         let old = work.is_at(parent, name.to_bytes());
         match self.present_at(parent, name) {
             _ if work.given_up => Err(Errno::CANCELED),
+            // The other one of an exchange is where it was.
+            Present::Known(node) if !old && node == work.other.node => Ok(()),
             Present::Known(node) if agents.was_told(parent, name.to_bytes(), node) => {
                 // It has been moved away and back again.
                 let same = old && self.is_of(Present::Known(node), work.file);
