@@ -23,6 +23,7 @@ distributed_dir() { artefact distributed "$here/build-distributed" "$here/packag
 uml_smp_dir() { artefact uml-smp "$here/build-uml-smp" "$here/linux-source.sh" "$here/uml-smp.config" "${uml_patches[@]}"; }
 # Debian's kernel source, without patches.
 linux_source_dir() { artefact linux-source "$here/linux-source.sh"; }
+arm64_dir() { artefact arm64 "$here/build-arm64" "$here/packages/arm64.list" "$here/packages/tree.list"; }
 # Has kernels by their series: 6.12, 6.1.
 old_kernel_dir() { artefact old-kernel "$here/build-old-kernel"; }
 
@@ -146,7 +147,7 @@ END
 apt_tries=5
 
 # private_apt DIRECTORY SUITE...: sets up an apt in DIRECTORY that leaves the host's alone. Use it with APT_CONFIG=DIRECTORY/apt.conf. It knows
-# these suites of Debian besides the usual ones.
+# these suites of Debian besides the usual ones. It is for the machine $architecture if that is set.
 private_apt() {
     mkdir -p "$1"/{state/lists/partial,cache/archives/partial,preferences.d}
     debian_sources "${@:2}" >"$1/sources.list"
@@ -164,8 +165,49 @@ Acquire::Languages "none";
 Acquire::Retries "$apt_tries";
 Acquire::IndexTargets::deb::DEP-11::DefaultEnabled "false";
 APT::Sandbox::User "root";
+${architecture:+APT::Architecture "$architecture"; APT::Architectures { "$architecture"; };}
 END
     APT_CONFIG=$1/apt.conf apt-get --quiet update
+}
+
+# guest-kernel and docs/benchmarks.md are about this series.
+debian_series=7.2
+
+# pick_kernel FLAVOUR: sets $kernel to the newest kernel of the series and this flavour, or of trixie-backports if the series is gone.
+pick_kernel() {
+    local series=$debian_series versions
+    versions=$(apt-cache pkgnames linux-modules- | sed -n "s/^linux-modules-\([0-9][^-]*-$1\)\$/\1/p" | sort -V)
+    kernel=$(grep "^${series//./\\.}\.[0-9].*+deb13" <<<"$versions" | tail -n 1 || true)
+    [[ -n $kernel ]] || kernel=$(grep "^${series//./\\.}\." <<<"$versions" | tail -n 1 || true)
+    if [[ -z $kernel ]]; then
+        kernel=$(grep '+deb13' <<<"$versions" | tail -n 1)
+        say "there is no $series kernel $1 any more: taking $kernel"
+    fi
+    say "guest kernel: $kernel"
+}
+
+# make_initramfs ROOT MODULES FILE: makes the initramfs FILE of ROOT's busybox and the modules of $kernel below MODULES that a guest needs to
+# mount its root, in the order of insertion.
+make_initramfs() {
+    local out=$partial/initramfs.d module path
+    mkdir -p "$out"/{bin,dev,proc,sys,root,modules}
+    cp "$1/usr/bin/busybox" "$out/bin/"
+    for module in virtio_pci virtio_blk virtio_console erofs fuse virtiofs; do
+        modprobe -d "$2" -S "$kernel" --show-depends "$module"
+    done | awk '$1 == "insmod" && !seen[$2]++ { print $2 }' >"$out/list"
+    while read -r path; do
+        module=$(basename "$path")
+        module=${module%%.ko*}.ko
+        case $path in
+            *.xz) xz -dc "$path" ;;
+            *.zst) zstd -qdc "$path" ;;
+            *) cat "$path" ;;
+        esac >"$out/modules/$module"
+        printf '%s\n' "$module"
+    done <"$out/list" >"$out/modules/order"
+    rm "$out/list"
+    (cd "$out" && find . | cpio --quiet -o -H newc) >"$3"
+    rm -rf "$out"
 }
 
 # unpack_packages LIST: fetches the packages of packages/LIST.list, with what the tree lacks for them, and unpacks them into

@@ -15,6 +15,7 @@ usage: setup.sh [--missing] [PART]...
   old-kernel    the stock kernels of Debian 13 and 12
   programs      databases for a soak, and not built unless it is named
   callers       libvirt and virtme-ng, and not built unless it is named
+  arm64         an arm64 guest, and not built unless it is named
   distributed   GlusterFS, NFS, bindfs and fuse2fs, for the cases of that name, and not built unless it is named
 --missing builds nothing: it names the parts that are not in the cache, and how long they take on two CPUs.
 Every part installs the packages that it needs.
@@ -42,7 +43,7 @@ fi
 parts=("$@")
 ((${#parts[@]})) || parts=("${all[@]}")
 for part in "${parts[@]}"; do
-    [[ " packages test-packages programs callers distributed ${all[*]} " == *" $part "* ]] || usage
+    [[ " packages test-packages programs callers arm64 distributed ${all[*]} " == *" $part "* ]] || usage
 done
 
 if [[ $missing ]]; then

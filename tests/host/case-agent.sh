@@ -50,11 +50,12 @@ agent_guest() {
     logs_are_clean "$work/daemons.logs"
 }
 
-# agent_case NAME DAEMON-ARGUMENT...: $agent_boot holds more arguments of boot, $rounds is a number of rounds of random changes.
+# agent_case NAME DAEMON-ARGUMENT...: $agent_boot holds more arguments of boot, $rounds is a number of rounds of random changes,
+# $agent_program another agent.
 agent_case() {
     local name=$1
     shift
-    with_agent
+    with_agent "${agent_program:-}"
     make_share share
     make_share meet
     start_daemon s "$work/share" --control-path "$work/sockets/s.control" "$@"
@@ -92,6 +93,20 @@ old_kernel_agent() {
 case_agent_debian_13() { old_kernel_agent 6.12; }
 case_agent_debian_12() { old_kernel_agent 6.1; }
 
+# arm64_agent FLAVOUR: the static agent for arm64, in a guest of that machine.
+arm64_agent() {
+    local rounds target=aarch64-unknown-linux-musl agent_program agent_boot
+    "$root/vm-images/setup.sh" tree arm64
+    rustup target add "$target"
+    make -C "$root" static-agent STATIC_TARGET="$target"
+    agent_program=$root/target/$target/agent/thruway-guest
+    rounds=$(pick 60 300)
+    agent_boot=(--kind arm64 --kernel "$(. "$root/vm-images/lib.sh" && arm64_dir)/$1/vmlinuz")
+    agent_case "$1" --cache=always
+}
+soak_agent_arm64() { arm64_agent cloud-arm64; }
+soak_agent_arm64_16k() { arm64_agent arm64-16k; }
+
 # What becomes of the agent, and of what it must leave alone.
 case_agent_life() {
     local n shares=30 tags=()
@@ -120,6 +135,17 @@ case_agent_life() {
     done
     agent_guest life --kind uml --timeout "$(pick 600 3600)" "${tags[@]}" --fs "x=$work/sockets/x" --fs "y=$work/sockets/y" --fs "w=$work/sockets/w" \
         --fs "ro=$work/sockets/ro" "$guest_dir/agent-life.py" "$(pick 100 1000)" "$shares"
+}
+
+# Neither Debian's kernels for virtual machines nor User-Mode Linux can be told to freeze their processes.
+case_agent_suspend() {
+    "$root/vm-images/setup.sh" guest-kernel
+    with_agent
+    make_share share
+    make_share meet
+    start_daemon s "$work/share" --cache=always --lease-timeout=3600
+    start_daemon meet "$work/meet" --cache=never
+    agent_guest suspend --kind qemu --kernel "$root/target/guest-kernel/bzImage" "$guest_dir/agent-suspend.py"
 }
 
 # No timeout ends within the case, so that the guests see what their agents repeat, and nothing else.

@@ -45,7 +45,7 @@ make_share() { mkdir -m 755 "$work/$1"; }
 # with_agent [PROGRAM]: the guests of this case find the agent in /host, and their scripts start it.
 with_agent() {
     mkdir "$work/guest"
-    cp "$guest_dir"/* "${1-$root/target/release/thruway-guest}" "$work/guest"
+    cp "$guest_dir"/* "${1:-$root/target/release/thruway-guest}" "$work/guest"
     guest_dir=$work/guest
 }
 
