@@ -109,7 +109,7 @@ case_qemu_device() {
     truncate -s 32M "$work/share/file"
     window_daemon s "$work/share"
     start_window_guest device --no-mount "${window_boot[@]}" --cpus 2 --queues 2 --fs "s=$work/sockets/s" \
-        --properties queue-size=1024,num-request-queues=2,bus=theport,id=share "$guest_dir/qemu-device.py"
+        --device s=bus=theport,id=share "$guest_dir/qemu-device.py"
     qmp_answers
     wait_line "$work/device.out" '^mapped$' 180 "$guest_pid"
     (($(proxy_mappings device | wc -l) == 16)) || fail 'QEMU has not mapped the file'
