@@ -13,12 +13,14 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use common::{copy_of_the_daemon, family, thruwayd, wait_until};
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{FlockOperation, fcntl_lock, flock};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 use thruway::fuse::abi::*;
 use thruway::record::{self, LeftAs, Place, Record};
 use thruway_bench::frontend::{Completion, Frontend, Options, Token};
+use vhost::vhost_user::VhostUserFrontend;
+use vhost::vhost_user::message::{VhostTransferStateDirection, VhostTransferStatePhase};
 use zerocopy::{FromBytes, IntoBytes};
 
 /// A limit on hangs.
@@ -70,13 +72,73 @@ impl Daemon {
         family(self.child.id()).into_iter().map(|pid| pid as i32).collect()
     }
 
+    /// The only grandchild: after an upgrade there is another supervisor beside the first.
+    fn find_worker(&self) -> Option<i32> {
+        children(self.child.id()).into_iter().find_map(|child| Some(*children(child).first()? as i32))
+    }
+
     fn worker(&self) -> i32 {
         let mut worker = None;
         wait_until("there is a worker", || {
-            worker = self.family().get(2).copied();
+            worker = self.find_worker();
             worker.is_some()
         });
         worker.unwrap()
+    }
+
+    /// One that can be replaced by another: `dir`/thruwayd.
+    fn replaceable(args: &[&str]) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let program = Command::new(copy_of_the_daemon(dir.path()));
+        Self::run(program, dir, args)
+    }
+
+    /// Puts a shell script in the daemon's place. $real is the daemon. Another process makes it: see
+    /// `copy_of_the_daemon`.
+    fn replace_by(&self, script: &str) {
+        let text = format!("#!/bin/sh\nreal={}\n{script}\n", env!("CARGO_BIN_EXE_thruwayd"));
+        let mut shell = Command::new("sh");
+        shell.args(["-ec", "printf %s \"$1\" >new; chmod 755 new; mv new thruwayd", "sh", &text]);
+        assert!(shell.current_dir(self.dir.path()).status().unwrap().success());
+    }
+
+    /// Puts another copy of the daemon in its place.
+    fn replace(&self) {
+        let new = tempfile::tempdir_in(self.dir.path()).unwrap();
+        fs::rename(copy_of_the_daemon(new.path()), self.dir.path().join("thruwayd")).unwrap();
+    }
+
+    /// What an upgrade changes.
+    fn passed(&self) -> Option<String> {
+        let environ = fs::read(format!("/proc/{}/environ", self.child.id())).unwrap();
+        let mut all = environ.split(|byte| *byte == 0).map(String::from_utf8_lossy);
+        all.find_map(|one| Some(one.strip_prefix("THRUWAY_UPGRADE=")?.to_owned()))
+    }
+
+    /// Whether the daemon has become the program that is at its path now.
+    fn upgrade(&self) -> bool {
+        self.upgrade_during(|| ())
+    }
+
+    fn upgrade_during(&self, mut work: impl FnMut()) -> bool {
+        let before = self.passed();
+        let pid = self.child.id();
+        let bits = |name: &str| {
+            let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+            let line = status.lines().find_map(|line| line.strip_prefix(name)).unwrap();
+            u64::from_str_radix(line.trim_start_matches(':').trim(), 16).unwrap() & 1 << (libc::SIGUSR2 - 1) != 0
+        };
+        wait_until("it can upgrade", || bits("SigBlk"));
+        kill_process(Pid::from_raw(pid as i32).unwrap(), Signal::USR2).unwrap();
+        let mut done = false;
+        wait_until("the upgrade ends", || {
+            work();
+            let waits = bits("ShdPnd") || !bits("SigBlk");
+            // Between the two programs there is none.
+            done = self.passed().is_some_and(|passed| Some(&passed) != before.as_ref());
+            done || !waits
+        });
+        done
     }
 
     fn kill(&self) {
@@ -97,6 +159,11 @@ impl Drop for Daemon {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+fn children(pid: u32) -> Vec<u32> {
+    let all = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+    all.split_whitespace().map(|pid| pid.parse().unwrap()).collect()
 }
 
 /// Room for a reply's body in bytes.
@@ -128,8 +195,8 @@ fn setlk(guest: &Frontend, node: u64, fh: u64, flags: u32) -> Result<Vec<u8>, i3
     ask(guest, Opcode::Setlk, node, LkIn { fh, owner: 7, lk, lk_flags: flags, padding: 0 }.as_bytes())
 }
 
-fn a_guest_does_not_notice(handles: &str) {
-    let daemon = Daemon::start(&["--inode-file-handles", handles, "--posix-lock", "--flock"]);
+fn a_guest_does_not_notice(handles: &str, interrupt: fn(&Daemon)) {
+    let daemon = Daemon::replaceable(&["--inode-file-handles", handles, "--posix-lock", "--flock"]);
     fs::create_dir(daemon.share("dir")).unwrap();
     fs::write(daemon.share("dir/file"), "contents").unwrap();
     fs::write(daemon.share("dir/listed"), "as listed").unwrap();
@@ -137,7 +204,7 @@ fn a_guest_does_not_notice(handles: &str) {
     let dir = lookup(&guest, ROOT_ID, b"dir\0").unwrap().nodeid;
     let file = lookup(&guest, dir, b"file\0").unwrap().nodeid;
     let fh = open(&guest, file, libc::O_RDWR);
-    daemon.kill();
+    interrupt(&daemon);
     assert_eq!(read(&guest, file, fh).unwrap(), b"contents");
     assert_eq!(lookup(&guest, dir, b"file\0").unwrap().nodeid, file);
 
@@ -167,27 +234,48 @@ fn a_guest_does_not_notice(handles: &str) {
     }
     assert!(setlk(&guest, file, fh, 0).is_ok() && setlk(&guest, file, fh, LK_FLOCK).is_ok());
     ask(&guest, Opcode::Unlink, dir, b"file\0").unwrap();
-    daemon.kill();
+    interrupt(&daemon);
     assert_eq!(read(&guest, file, fh).unwrap(), b"contents");
     let attr = ask(&guest, Opcode::Getattr, file, GetattrIn::default().as_bytes()).unwrap();
     assert_eq!(AttrOut::read_from_prefix(&attr).unwrap().0.attr.nlink, 0);
     let attr = ask(&guest, Opcode::Getattr, listed, GetattrIn::default().as_bytes()).unwrap();
     assert_eq!(AttrOut::read_from_prefix(&attr).unwrap().0.attr.size, 9);
     assert!(list(first).len() < all.len());
+    // The locks are there: no other description of the same file gets them.
+    let path = format!("/proc/{}/fd/{}", daemon.worker(), fd_of_deleted(&daemon));
+    let host = fs::File::options().read(true).write(true).open(path).unwrap();
+    for lock in [flock::<&fs::File>, fcntl_lock] {
+        assert_eq!(lock(&host, FlockOperation::NonBlockingLockExclusive), Err(rustix::io::Errno::WOULDBLOCK));
+    }
     assert_eq!(lookup(&guest, dir, b"file\0").unwrap_err(), libc::ENOENT);
     release(&guest, file, fh);
     assert_eq!(read(&guest, file, fh).unwrap_err(), libc::EBADF);
     assert!(!daemon.log().contains("ERROR"), "{}", daemon.log());
 }
 
+fn upgrade(daemon: &Daemon) {
+    daemon.replace();
+    assert!(daemon.upgrade());
+}
+
+/// A worker's descriptor of a file that has no name any more.
+fn fd_of_deleted(daemon: &Daemon) -> String {
+    let fds = fs::read_dir(format!("/proc/{}/fd", daemon.worker())).unwrap().flatten();
+    let mut deleted = fds.filter(|fd| {
+        fs::read_link(fd.path())
+            .is_ok_and(|to| to.to_string_lossy().contains("/file") && to.to_string_lossy().ends_with("(deleted)"))
+    });
+    deleted.next().unwrap().file_name().into_string().unwrap()
+}
+
 #[test]
 fn a_guest_does_not_notice_with_descriptors() {
-    a_guest_does_not_notice("never");
+    a_guest_does_not_notice("never", Daemon::kill);
 }
 
 #[test]
 fn a_guest_does_not_notice_with_handles() {
-    a_guest_does_not_notice("prefer");
+    a_guest_does_not_notice("prefer", Daemon::kill);
 }
 
 /// Its user namespace has a process file system too.
@@ -208,8 +296,8 @@ fn an_ordinary_users_daemon_goes_on() {
     let fh = open(&guest, node, libc::O_RDONLY);
     // The supervisor's memory is out of its worker's reach: /proc gives it to root.
     assert_eq!(fs::metadata(format!("/proc/{}/mem", daemon.family()[1])).unwrap().uid(), 0);
-    for _ in 0..3 {
-        daemon.kill();
+    for interrupt in [Daemon::kill, upgrade, Daemon::kill, upgrade] {
+        interrupt(&daemon);
         assert_eq!(read(&guest, node, fh).unwrap(), b"contents");
         assert_eq!(lookup(&guest, ROOT_ID, b"file\0").unwrap().nodeid, node);
     }
@@ -217,7 +305,7 @@ fn an_ordinary_users_daemon_goes_on() {
 
 #[test]
 fn locks_are_held_all_the_time() {
-    let daemon = Daemon::start(&["--flock", "--posix-lock"]);
+    let daemon = Daemon::replaceable(&["--flock", "--posix-lock"]);
     fs::write(daemon.share("file"), "").unwrap();
     let guest = daemon.connect();
     let node = lookup(&guest, ROOT_ID, b"file\0").unwrap().nodeid;
@@ -228,8 +316,9 @@ fn locks_are_held_all_the_time() {
     assert!(refused());
     let worker = daemon.worker();
     daemon.kill();
-    wait_until("another worker", || daemon.family().get(2).is_some_and(|pid| *pid != worker) || !refused());
+    wait_until("another worker", || daemon.find_worker().is_some_and(|pid| pid != worker) || !refused());
     assert!(refused());
+    assert!(daemon.upgrade_during(|| assert!(refused())) && refused());
     release(&guest, node, fh);
     assert!(!refused());
 }
@@ -313,8 +402,8 @@ fn a_daemon_that_cannot_serve_gives_up() {
     let mut daemon = Daemon::start(&[]);
     let mut status = None;
     wait_until("gives up", || {
-        if let Some(worker) = daemon.family().get(2) {
-            let _ = kill_process(Pid::from_raw(*worker).unwrap(), Signal::KILL);
+        if let Some(worker) = daemon.find_worker() {
+            let _ = kill_process(Pid::from_raw(worker).unwrap(), Signal::KILL);
         }
         status = daemon.child.try_wait().unwrap();
         status.is_some()
@@ -610,7 +699,7 @@ fn each_step(args: &[&str], prepare: Prepare, how: u32, every: usize) -> (usize,
             return (kills, operation.name);
         }
         kills += 1;
-        wait_until("another worker", || daemon.family().get(2).is_some_and(|pid| *pid != worker.pid));
+        wait_until("another worker", || daemon.find_worker().is_some_and(|pid| pid != worker.pid));
         // It may have had nothing to do yet.
         let _ = lookup(&guest, ROOT_ID, b"none\0");
     }
@@ -690,11 +779,11 @@ fn a_session_without_any_feature_goes_on() {
     assert_eq!(lookup(&guest, ROOT_ID, b"none\0").unwrap_err(), libc::ENOENT);
 }
 
-#[test]
-fn the_control_socket_goes_on() {
+fn control_goes_on(interrupt: fn(&Daemon)) {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("control");
-    let daemon = Daemon::run(thruwayd(), dir, &["--control-path", socket.to_str().unwrap()]);
+    let program = Command::new(copy_of_the_daemon(dir.path()));
+    let daemon = Daemon::run(program, dir, &["--control-path", socket.to_str().unwrap()]);
     let guest = daemon.connect();
     for _ in 0..3 {
         let mut control = UnixStream::connect(&socket).unwrap();
@@ -702,8 +791,281 @@ fn the_control_socket_goes_on() {
         let mut status = String::new();
         control.read_to_string(&mut status).unwrap();
         assert!(status.starts_with("HTTP/1.1 200"), "{status}");
-        daemon.kill();
+        assert!(status.contains(&format!("\"pid\":{}", daemon.child.id())), "{status}");
+        interrupt(&daemon);
         // Another worker is there.
         let _ = lookup(&guest, ROOT_ID, b"none\0");
+    }
+}
+
+#[test]
+fn the_control_socket_goes_on() {
+    control_goes_on(Daemon::kill);
+    control_goes_on(upgrade);
+}
+
+#[test]
+fn a_guest_does_not_notice_an_upgrade_with_descriptors() {
+    a_guest_does_not_notice("never", upgrade);
+}
+
+#[test]
+fn a_guest_does_not_notice_an_upgrade_with_handles() {
+    a_guest_does_not_notice("prefer", upgrade);
+}
+
+/// Makes and removes a directory, each of which succeeds once.
+fn work(guest: &Frontend) {
+    let args = MkdirIn { mode: 0o755, umask: 0 };
+    entry_of(ask(guest, Opcode::Mkdir, ROOT_ID, &[args.as_bytes(), b"made\0"].concat()));
+    assert_eq!(lookup(guest, ROOT_ID, b"none\0").unwrap_err(), libc::ENOENT);
+    ask(guest, Opcode::Rmdir, ROOT_ID, b"made\0").unwrap();
+}
+
+#[test]
+fn upgrades_go_back_and_forth_under_requests() {
+    let daemon = Daemon::replaceable(&["--flock"]);
+    fs::write(daemon.share("file"), "contents").unwrap();
+    let guest = daemon.connect();
+    let node = lookup(&guest, ROOT_ID, b"file\0").unwrap().nodeid;
+    let fh = open(&guest, node, libc::O_RDWR);
+    let host = fs::File::open(daemon.share("file")).unwrap();
+    flock(&host, FlockOperation::LockExclusive).unwrap();
+    let lk = FileLock { start: 0, end: i64::MAX as u64, kind: libc::F_WRLCK as u32, pid: 1 };
+    let body = LkIn { fh, owner: 7, lk, lk_flags: LK_FLOCK, padding: 0 };
+    let waits = submit(&guest, Opcode::Setlkw, node, body.as_bytes());
+    let running = || fs::metadata(format!("/proc/{}/exe", daemon.child.id())).unwrap().ino();
+    let other = daemon.dir.path().join("other");
+    daemon.replace();
+    fs::rename(daemon.dir.path().join("thruwayd"), &other).unwrap();
+    daemon.replace();
+    let (mut seen, mut worked) = (vec![running()], 0);
+    for _ in 0..20 {
+        let program = daemon.dir.path().join("thruwayd");
+        rustix::fs::renameat_with(
+            rustix::fs::CWD,
+            &program,
+            rustix::fs::CWD,
+            &other,
+            rustix::fs::RenameFlags::EXCHANGE,
+        )
+        .unwrap();
+        let done = daemon.upgrade_during(|| {
+            work(&guest);
+            worked += 1;
+        });
+        assert!(done && running() == fs::metadata(&program).unwrap().ino());
+        seen.push(running());
+    }
+    assert!(worked >= 20 && seen[1] != seen[2] && seen[1] == seen[3]);
+    flock(&host, FlockOperation::Unlock).unwrap();
+    assert_eq!(reply(&guest, waits), Ok(Vec::new()));
+    assert_eq!(read(&guest, node, fh).unwrap(), b"contents");
+    // The first supervisor, the last one and nobody else.
+    wait_until("the others end", || children(daemon.child.id()).len() == 2);
+    assert_eq!(daemon.log().matches("upgraded from version").count(), 20);
+}
+
+/// More of them than one message has, and more than is under way at a time.
+#[test]
+fn many_descriptors_come_along() {
+    let daemon = Daemon::replaceable(&["--inode-file-handles=never"]);
+    let guest = daemon.connect();
+    let files: Vec<_> = (0..1200)
+        .map(|n| {
+            let (name, bytes) = name("file", n);
+            fs::write(daemon.share(&name), &name).unwrap();
+            (name, lookup(&guest, ROOT_ID, &bytes).unwrap().nodeid)
+        })
+        .collect();
+    let handles: Vec<_> = files.iter().step_by(10).map(|(_, node)| open(&guest, *node, libc::O_RDONLY)).collect();
+    files.iter().step_by(10).for_each(|(name, _)| fs::remove_file(daemon.share(name)).unwrap());
+    for _ in 0..3 {
+        upgrade(&daemon);
+        for ((name, node), fh) in files.iter().step_by(10).zip(&handles) {
+            assert_eq!(read(&guest, *node, *fh).unwrap(), name.as_bytes());
+        }
+        assert!(files.iter().all(|(_, node)| is_known(&guest, *node)));
+    }
+}
+
+#[test]
+fn nothing_is_left_open_after_upgrades() {
+    let daemon = Daemon::replaceable(&[]);
+    fs::write(daemon.share("file"), "contents").unwrap();
+    let guest = daemon.connect();
+    let once = || {
+        let node = lookup(&guest, ROOT_ID, b"file\0").unwrap().nodeid;
+        let fh = open(&guest, node, libc::O_RDWR);
+        upgrade(&daemon);
+        assert_eq!(read(&guest, node, fh).unwrap(), b"contents");
+        release(&guest, node, fh);
+    };
+    once();
+    let settled = |least: usize| {
+        let mut now = 0;
+        wait_until("settles", || {
+            sleep(Duration::from_secs(2));
+            let before = std::mem::replace(&mut now, daemon.descriptors());
+            before == now && (least == 0 || now <= least)
+        });
+        now
+    };
+    let before = settled(0);
+    for _ in 0..5 {
+        once();
+    }
+    settled(before);
+}
+
+/// A program that this test puts in the daemon's place is refused, or fails, and the daemon goes on.
+fn is_refused(daemon: &Daemon, script: &str, why: &str) {
+    let before = daemon.log().len();
+    daemon.replace_by(script);
+    assert!(!daemon.upgrade());
+    assert!(daemon.log()[before..].contains(why), "{why}");
+}
+
+#[test]
+fn a_program_that_does_not_understand_is_refused() {
+    let daemon = Daemon::replaceable(&[]);
+    let guest = daemon.connect();
+    let family = daemon.family();
+    for (script, why) in [
+        ("exit 1", "does not say what it understands"),
+        ("echo something", "does not say what it understands"),
+        ("yes", "does not say what it understands"),
+        ("kill -SEGV $$", "does not say what it understands"),
+        (r#"echo '{"version":"9.9","handover":[1],"record":[2,3]}'"#, "version 9.9, does not understand"),
+        (r#"echo '{"version":"9.9","handover":[2],"record":[1]}'"#, "version 9.9, does not understand"),
+    ] {
+        is_refused(&daemon, script, why);
+        work(&guest);
+    }
+    fs::remove_file(daemon.dir.path().join("thruwayd")).unwrap();
+    assert!(!daemon.upgrade());
+    // Nothing was given up.
+    assert_eq!(daemon.family(), family);
+}
+
+#[test]
+fn a_program_that_fails_at_any_step_loses_nothing() {
+    let daemon = Daemon::replaceable(&["--inode-file-handles=never", "--flock"]);
+    fs::write(daemon.share("file"), "contents").unwrap();
+    let guest = daemon.connect();
+    let node = lookup(&guest, ROOT_ID, b"file\0").unwrap().nodeid;
+    let fh = open(&guest, node, libc::O_RDWR);
+    setlk(&guest, node, fh, LK_FLOCK).unwrap();
+    ask(&guest, Opcode::Unlink, ROOT_ID, b"file\0").unwrap();
+    let goes_on = || {
+        work(&guest);
+        assert_eq!(read(&guest, node, fh).unwrap(), b"contents");
+    };
+    let unless_asked = r#"case "$1" in --print-upgrade) exec $real "$@" ;; esac"#;
+    for _ in 0..2 {
+        is_refused(&daemon, &format!("{unless_asked}; exit 1"), "has not joined the sandbox");
+        goes_on();
+        for step in ["joined", "greeted", "checked", "stopped", "state", "descriptors", "done"] {
+            let script = format!("{unless_asked}; export THRUWAY_TEST_END={step}; exec $real \"$@\"");
+            is_refused(&daemon, &script, "has not taken over");
+            goes_on();
+        }
+        // It has no READDIRPLUS, which the guest uses.
+        let script = format!("{unless_asked}; exec $real \"$@\" --no-readdirplus");
+        is_refused(&daemon, &script, "which this daemon does not offer");
+        goes_on();
+        daemon.replace_by(r#"exec $real "$@""#);
+        assert!(daemon.upgrade());
+        goes_on();
+        upgrade(&daemon);
+    }
+}
+
+/// The daemon waits for it for some seconds.
+#[test]
+fn a_program_that_hangs_loses_nothing() {
+    let daemon = Daemon::replaceable(&["--inode-file-handles=never"]);
+    fs::write(daemon.share("file"), "contents").unwrap();
+    let guest = daemon.connect();
+    let node = lookup(&guest, ROOT_ID, b"file\0").unwrap().nodeid;
+    let fh = open(&guest, node, libc::O_RDWR);
+    let is_stopped = |pid: &u32| {
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('T'))
+    };
+    for step in ["checked", "state"] {
+        daemon.replace_by(&format!(
+            "case $1 in --print-upgrade) ;; *) export THRUWAY_TEST_STOP={step} ;; esac; exec $real \"$@\""
+        ));
+        let mut stopped = false;
+        let done = daemon.upgrade_during(|| {
+            let Some(successor) = children(daemon.child.id()).into_iter().find(is_stopped) else { return };
+            stopped = true;
+            assert_eq!(read(&guest, node, fh).unwrap(), b"contents");
+            work(&guest);
+            kill_process(Pid::from_raw(successor as i32).unwrap(), Signal::KILL).unwrap();
+        });
+        assert!(stopped && !done);
+        assert_eq!(read(&guest, node, fh).unwrap(), b"contents");
+    }
+    upgrade(&daemon);
+    assert_eq!(read(&guest, node, fh).unwrap(), b"contents");
+}
+
+#[test]
+fn a_migration_is_not_broken() {
+    let daemon = Daemon::replaceable(&[]);
+    fs::write(daemon.share("file"), "contents").unwrap();
+    let mut guest = daemon.connect();
+    lookup(&guest, ROOT_ID, b"file\0").unwrap();
+    for queue in [0, 1] {
+        guest.stop_queue(queue).unwrap();
+    }
+    let (from, to) = rustix::pipe::pipe().unwrap();
+    let (save, stopped) = (VhostTransferStateDirection::SAVE, VhostTransferStatePhase::STOPPED);
+    guest.vhost().set_device_state_fd(save, stopped, to).unwrap();
+    assert!(!daemon.upgrade());
+    assert!(daemon.log().contains("the guest migrates"), "{}", daemon.log());
+    let mut state = Vec::new();
+    fs::File::from(from).read_to_end(&mut state).unwrap();
+    assert!(guest.vhost().check_device_state().is_ok() && !state.is_empty());
+    upgrade(&daemon);
+}
+
+/// As in the unit of systemd: with no_new_privs a program gets no capabilities that this one does not have.
+#[test]
+fn a_daemon_without_new_privileges_upgrades() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut program = Command::new(copy_of_the_daemon(dir.path()));
+    // SAFETY: between fork(2) and execve(2) there is only this system call.
+    unsafe { program.pre_exec(|| Ok(rustix::thread::set_no_new_privs(true)?)) };
+    let mut daemon = Daemon::run(program, dir, &[]);
+    let guest = daemon.connect();
+    for _ in 0..3 {
+        upgrade(&daemon);
+        work(&guest);
+        daemon.kill();
+        work(&guest);
+    }
+    drop(guest);
+    assert!(daemon.child.wait().unwrap().success());
+}
+
+#[test]
+fn all_ends_with_the_last_supervisor_or_with_the_parent() {
+    for upgrades in 0..3 {
+        for outside in [true, false] {
+            let mut daemon = Daemon::replaceable(&[]);
+            let guest = daemon.connect();
+            (0..upgrades).for_each(|_| upgrade(&daemon));
+            work(&guest);
+            let worker = daemon.worker();
+            let supervisor = children(daemon.child.id()).into_iter().find(|pid| !children(*pid).is_empty()).unwrap();
+            let victim = if outside { daemon.child.id() } else { supervisor };
+            kill_process(Pid::from_raw(victim as i32).unwrap(), Signal::KILL).unwrap();
+            let status = daemon.child.wait().unwrap();
+            assert_eq!(status.code(), if outside { None } else { Some(128 + libc::SIGKILL) });
+            wait_until("the worker ends", || !Path::new(&format!("/proc/{worker}")).exists());
+        }
     }
 }

@@ -3,23 +3,27 @@
 use std::error::Error;
 use std::fs::File;
 use std::io::ErrorKind;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use thruway::cli::listen::{self, Bound};
+use thruway::cli::listen;
 use thruway::cli::{self, Options, Stop};
 use thruway::control::{self, Facts, Sources};
 use thruway::device;
 use thruway::fs::{self, FileHandles, PassthroughFs};
 use thruway::fuse::Server;
-use thruway::sandbox::{self, Entered, Sandbox, caps, cgroup, limits, seccomp};
-use thruway::supervise;
+use thruway::sandbox::{self, Entered, Inside, Sandbox, Side, caps, cgroup, limits, seccomp};
+use thruway::supervise::{self, Handed, Parent, Successor, Worker};
 use thruway::watch::Watch;
 use thruway::window::Window;
 use thruway::window::proxy::{self, Guard, GuardMode, Proxy};
+
+/// Why there is no window.
+const NO_WINDOW: &str = "neither --dax-window nor --passthrough-window is given";
 
 fn main() -> ExitCode {
     let options = match cli::parse(std::env::args_os()) {
@@ -34,6 +38,10 @@ fn main() -> ExitCode {
         println!("{}", cli::capabilities());
         return ExitCode::SUCCESS;
     }
+    if options.print_upgrade {
+        println!("{}", supervise::understood());
+        return ExitCode::SUCCESS;
+    }
     let end = run(&options);
     cli::log::flush();
     end.map_or_else(|error| fail(error.as_ref()), |()| ExitCode::SUCCESS)
@@ -46,44 +54,29 @@ fn fail(error: &dyn Error) -> ExitCode {
 
 fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     let since = Instant::now();
-    cli::log::init(options.log_level(), options.syslog);
-    options.deprecated().for_each(|text| tracing::warn!("{text}"));
-    let dir = options.shared_dir();
-    check_shared_dir(dir)?;
-    let mut sandbox = options.sandbox_settings();
-    sandbox::check(&sandbox)?;
-    let (listener, _pid_file) = listen(options)?;
-    let control = options.control_path.as_deref().map(listen::bind_private).transpose()?;
-    let pid = std::process::id();
+    let handed = Handed::get()?;
+    // Of the process that was started.
+    let pid = match &handed {
+        Some(Handed::Successor(..)) => std::os::unix::process::parent_id(),
+        _ => std::process::id(),
+    };
+    cli::log::init(options.log_level(), options.syslog, pid);
     let absolute = |path: &Path| std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
-    let shared_dir = absolute(dir);
-    let socket = options.socket().map(absolute);
-    limits::set_nofile(options.rlimit_nofile)?;
-    limits::check_threads(options.least_threads())?;
-    let (proxy, no_window) = start_proxy(options)?;
-    let guard = proxy.as_ref().map_or(Guard::Off("there is no window".into()), |proxy| proxy.guard().clone());
+    let (shared_dir, socket) = (absolute(options.shared_dir()), options.socket().map(absolute));
     // The sandbox hides the control groups.
     let memory_limit = cgroup::memory();
-    sandbox.helper = proxy.as_ref().map(Proxy::pid);
-    let (mut entered, (mut listener, mut control, proxy)) = sandbox::enter(&sandbox, (listener, control, proxy))?;
-    let config = options.fs.clone();
-    // Each thread has its own capabilities, so they are dropped before any thread starts.
-    let opens_handles = config.inode_file_handles != FileHandles::Never || config.migration.trust_handles;
-    caps::limit(&options.modcaps.clone().unwrap_or_default(), opens_handles)?;
-    if let Entered { proc: Some(proc), root, proc_self_fd } = entered {
-        // All workers would close it, whatever has its number by then.
-        drop(proc_self_fd);
-        let (socket, pid_file) = control.map(|bound| (bound.listener, bound.pid_file)).unzip();
-        let shared = supervise::Shared { root, proc, control: socket };
-        // Only workers get further.
-        let worker = supervise::start(listener, shared, options.keep_alive)?;
-        listener = worker.listener;
-        entered = Entered { root: worker.root, proc_self_fd: worker.proc_self_fd, proc: None };
-        control = worker.control.zip(pid_file).map(|(listener, pid_file)| Bound { listener, pid_file });
-    }
+    // Only the process that serves gets further.
+    let Begun { listener, control, entered, proxy, no_window, _locks } = match handed {
+        None => begin(options)?,
+        Some(Handed::Successor(namespaces, proc, channel, from)) => {
+            succeed(options, sandbox::join(namespaces, proc, channel)?, from)?
+        }
+        Some(Handed::Parent(parent)) => parent.watch(),
+    };
+    let guard = proxy.as_ref().map_or(Guard::Off("there is no window".into()), |proxy| proxy.guard().clone());
     cli::log::detach()?;
     let window = start_window(options, proxy)?;
-    let fs = start_fs(config, entered)?.with_window(window.clone());
+    let fs = start_fs(options.fs.clone(), entered)?.with_window(window.clone());
     let (watch, no_watch) = start_watch();
     let server = Arc::new(Server::new(fs.with_watch(watch)?));
     server.take_over()?;
@@ -91,31 +84,27 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     let urings = Arc::new(device::Urings::new(options.num_request_queues));
     let monitor = Arc::new(device::Monitor::default());
     let is_controlled = control.is_some();
-    let _control_pid_file = match control {
-        Some(bound) => {
-            let sources = Sources {
-                facts: Facts {
-                    pid,
-                    since,
-                    shared_dir,
-                    socket,
-                    options: options.in_force.clone(),
-                    max_mappings: options.max_mappings.into(),
-                    no_window,
-                    guard,
-                    no_watch,
-                },
-                server: server.clone(),
-                device: monitor.clone(),
-                urings: urings.clone(),
-                window: window.clone(),
-                log: cli::log::filter,
-            };
-            control::start(bound.listener, sources)?;
-            Some(bound.pid_file)
-        }
-        None => None,
-    };
+    if let Some(control) = control {
+        let sources = Sources {
+            facts: Facts {
+                pid,
+                since,
+                shared_dir,
+                socket,
+                options: options.in_force.clone(),
+                max_mappings: options.max_mappings.into(),
+                no_window,
+                guard,
+                no_watch,
+            },
+            server: server.clone(),
+            device: monitor.clone(),
+            urings: urings.clone(),
+            window: window.clone(),
+            log: cli::log::filter,
+        };
+        control::start(control, sources)?;
+    }
     seccomp::apply(options.seccomp, options.syslog || is_controlled)?;
     // Kata's runtime-rs waits for these words on stderr, which are virtiofsd's, before it starts the virtual machine.
     tracing::info!("Waiting for vhost-user socket connection on {}", options.endpoint());
@@ -135,6 +124,77 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
         let _ = rustix::fs::unlinkat(rustix::fs::CWD, path, rustix::fs::AtFlags::empty());
     }
     Ok(())
+}
+
+/// What the process that serves begins with.
+struct Begun {
+    listener: UnixListener,
+    control: Option<UnixListener>,
+    entered: Entered,
+    proxy: Option<Proxy>,
+    /// Why there is no proxy.
+    no_window: String,
+    /// Locked while the daemon runs.
+    _locks: Vec<File>,
+}
+
+impl Begun {
+    fn worker(worker: Worker, _locks: Vec<File>) -> Self {
+        let Worker { listener, root, proc_self_fd, control } = worker;
+        let entered = Entered { root, proc_self_fd };
+        Self { listener, control, entered, proxy: None, no_window: NO_WINDOW.into(), _locks }
+    }
+}
+
+/// Listens and enters the sandbox.
+fn begin(options: &Options) -> Result<Begun, Box<dyn Error>> {
+    options.deprecated().for_each(|text| tracing::warn!("{text}"));
+    check_shared_dir(options.shared_dir())?;
+    let mut sandbox = options.sandbox_settings();
+    sandbox::check(&sandbox)?;
+    let (listener, pid_file) = listen(options)?;
+    let control = options.control_path.as_deref().map(listen::bind_private).transpose()?;
+    let (control, control_pid_file) = control.map(|bound| (bound.listener, bound.pid_file)).unzip();
+    let locks: Vec<File> = pid_file.into_iter().chain(control_pid_file).collect();
+    limits::set_nofile(options.rlimit_nofile)?;
+    limits::check_threads(options.least_threads())?;
+    if options.supervise {
+        return match sandbox::enter_supervised(&sandbox, (listener, control))? {
+            Side::Parent(first, channel) => {
+                Parent::new(first, channel, locks.into_iter().map(OwnedFd::from).collect()).watch()
+            }
+            Side::First(inside, namespaces, (listener, control)) => {
+                limit_capabilities(options)?;
+                let worker = supervise::start(inside, namespaces, listener, control, options.keep_alive)?;
+                Ok(Begun::worker(worker, locks))
+            }
+        };
+    }
+    let (proxy, no_window) = start_proxy(options)?;
+    sandbox.helper = proxy.as_ref().map(Proxy::pid);
+    let (entered, (listener, control, proxy)) = sandbox::enter(&sandbox, (listener, control, proxy))?;
+    limit_capabilities(options)?;
+    Ok(Begun { listener, control, entered, proxy, no_window, _locks: locks })
+}
+
+/// Takes over from the supervisor of another program.
+fn succeed(options: &Options, inside: Inside, from: Successor) -> Result<Begun, Box<dyn Error>> {
+    limit_capabilities(options)?;
+    let can_go_on = |root, proc_self_fd, session: Option<(u64, u32)>| {
+        let fs = start_fs(options.fs.clone(), Entered { root, proc_self_fd });
+        let checked = fs.and_then(|fs| {
+            let server = Server::new(fs);
+            session.map_or(Ok(()), |(session, _)| server.check(session)).map_err(Box::from)
+        });
+        checked.inspect_err(|e| tracing::error!("this program cannot go on: {e}")).is_ok()
+    };
+    Ok(Begun::worker(supervise::take_over(inside, from, options.keep_alive, can_go_on)?, Vec::new()))
+}
+
+/// Each thread has its own capabilities, so they are dropped before any thread starts.
+fn limit_capabilities(options: &Options) -> Result<(), sandbox::Error> {
+    let opens_handles = options.fs.inode_file_handles != FileHandles::Never || options.fs.migration.trust_handles;
+    caps::limit(&options.modcaps.clone().unwrap_or_default(), opens_handles)
 }
 
 /// # Errors
@@ -169,7 +229,7 @@ fn listen(options: &Options) -> Result<(UnixListener, Option<File>), listen::Err
 fn start_proxy(options: &Options) -> Result<(Option<Proxy>, String), Box<dyn Error>> {
     let windows = [options.dax_window, options.passthrough_window];
     if windows.iter().all(|window| window.size == 0) {
-        return Ok((None, "neither --dax-window nor --passthrough-window is given".into()));
+        return Ok((None, NO_WINDOW.into()));
     }
     let required = windows.iter().any(|window| window.required);
     if fs::is_remote(options.shared_dir()) {

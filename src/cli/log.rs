@@ -5,6 +5,7 @@
 
 use std::collections::HashMap;
 use std::io::{self, Write};
+use std::os::fd::RawFd;
 use std::os::unix::net::UnixDatagram;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,6 +13,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use rustix::io::fcntl_dupfd_cloexec;
 use tracing::callsite::Identifier;
 use tracing::level_filters::LevelFilter;
 use tracing::{Event, Level, Metadata};
@@ -33,11 +35,16 @@ static LOG: OnceLock<Log> = OnceLock::new();
 
 static FILTER: OnceLock<reload::Handle<EnvFilter, Registry>> = OnceLock::new();
 
-/// Starts the log. If syslog cannot be reached, the log goes to stderr and starts with a warning.
-pub fn init(level: LevelFilter, syslog: bool) {
+/// The lowest number of syslog's descriptor. It is the same in each program that takes over from another
+/// (`supervise::take_over`), and above those that the program has at its start.
+const SYSLOG_FD: RawFd = 40;
+
+/// Starts the log. If syslog cannot be reached, the log goes to stderr and starts with a warning. `pid`: the process
+/// ID that syslog gets. Inside the sandbox getpid(2) returns another one.
+pub fn init(level: LevelFilter, syslog: bool, pid: u32) {
     // RUST_LOG comes first, as in virtiofsd.
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::default().add_directive(level.into()));
-    let (sink, failure) = match syslog.then(Syslog::connect) {
+    let (sink, failure) = match syslog.then(|| Syslog::connect(pid)) {
         Some(Ok(syslog)) => (Sink::Syslog(syslog), None),
         Some(Err(e)) => (Sink::Stderr, Some(e)),
         None => (Sink::Stderr, None),
@@ -266,17 +273,19 @@ enum Sink {
 /// time, and a full socket blocks it. A message without a time gets the right one from the syslog daemon.
 struct Syslog {
     socket: UnixDatagram,
-    /// The process ID on the host. Inside the sandbox getpid(2) returns another one.
+    /// The process ID on the host.
     pid: u32,
 }
 
 impl Syslog {
-    fn connect() -> io::Result<Self> {
+    fn connect(pid: u32) -> io::Result<Self> {
         let socket = UnixDatagram::unbound()?;
         socket.connect("/dev/log")?;
         // A line that syslog does not take now is lost, and counted.
         socket.set_nonblocking(true)?;
-        Ok(Self { socket, pid: std::process::id() })
+        // It fails if the process may have so few.
+        let socket = fcntl_dupfd_cloexec(&socket, SYSLOG_FD).map_or(socket, UnixDatagram::from);
+        Ok(Self { socket, pid })
     }
 
     fn send(&self, line: &Line) -> io::Result<()> {

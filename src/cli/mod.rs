@@ -88,7 +88,8 @@ pub struct Options {
 
     /// If the process that serves is killed, start another one, which goes on where it was: the guest sees a delay
     ///
-    /// It needs --sandbox namespace. Not together with a window.
+    /// It needs --sandbox namespace. Not together with a window. thruway upgrade, or SIGUSR2, has such a daemon become
+    /// the program that is installed now.
     #[arg(help_heading = "Socket", long, conflicts_with_all = ["dax_window", "passthrough_window"])]
     pub supervise: bool,
 
@@ -213,6 +214,10 @@ pub struct Options {
     #[arg(long)]
     pub print_capabilities: bool,
 
+    /// Print what of another version's session this program could go on with, and exit
+    #[arg(long, hide = true)]
+    pub print_upgrade: bool,
+
     /// Options in the form of the C virtiofsd: source=DIR,cache=none,xattr,…
     #[arg(short = 'o', value_name = "OPTIONS", hide = true)]
     pub compat_options: Vec<String>,
@@ -263,7 +268,7 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Options, Stop> 
     let mut options = Options::from_arg_matches(&matches).map_err(|e| stop(e.format(&mut command)))?;
     options.in_force = in_force(&command, &matches);
     compat::apply(&mut options).map_err(Stop::Usage)?;
-    if !options.print_capabilities {
+    if !options.print_capabilities && !options.print_upgrade {
         options.check().map_err(Stop::Usage)?;
     }
     Ok(options)

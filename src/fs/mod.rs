@@ -364,6 +364,10 @@ impl Control for PassthroughFs {
         self.save_state()?.encode().map_err(io::Error::other)
     }
 
+    fn check(&self, flags: InitFlags) -> io::Result<()> {
+        self.check_settled(flags)
+    }
+
     fn take_over(&self, flags: InitFlags, found: Found) -> io::Result<()> {
         self.take_over_found(flags, found)
     }

@@ -16,13 +16,18 @@ use crate::fuse::ops::Result;
 use crate::record::{self, Found, FoundHandle, FoundInode, FoundPlace};
 
 impl PassthroughFs {
+    /// Whether this daemon can have what INIT settled.
+    pub(super) fn check_settled(&self, flags: InitFlags) -> io::Result<()> {
+        let missing = flags - self.settle(flags, true)?.flags;
+        if missing.is_empty() {
+            return Ok(());
+        }
+        Err(io::Error::other(format!("the guest uses {missing:?}, which this daemon does not offer")))
+    }
+
     /// There must be no requests meanwhile.
     pub(super) fn take_over_found(&self, flags: InitFlags, found: Found) -> io::Result<()> {
-        let settled = self.settle(flags, true)?.flags;
-        if settled != flags {
-            let missing = flags - settled;
-            return Err(io::Error::other(format!("the guest uses {missing:?}, which this daemon does not offer")));
-        }
+        self.check_settled(flags)?;
         let Found { inodes, handles, locks, next_id, generation } = found;
         self.inodes.set_next_id(next_id.max(ROOT_ID + 1));
         let (names, others): (Vec<_>, Vec<_>) =

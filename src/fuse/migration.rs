@@ -29,6 +29,11 @@ fn invalid(what: impl Into<String>) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what.into())
 }
 
+/// What INIT settled, from a record.
+fn flags(session: u64) -> io::Result<InitFlags> {
+    InitFlags::from_bits(session ^ CLOSED).ok_or_else(|| invalid("the session has unknown features"))
+}
+
 impl<F: FileSystem> Server<F> {
     /// Goes on with the session that an earlier worker process has left in the record, if there is one. To be called
     /// before there are requests.
@@ -39,12 +44,19 @@ impl<F: FileSystem> Server<F> {
         let Some(record) = record::get() else { return Ok(()) };
         let Some((session, minor)) = record.session() else { return Ok(()) };
         self.enter_thread();
-        let session = session ^ CLOSED;
-        let flags = InitFlags::from_bits(session).ok_or_else(|| invalid("the session has unknown features"))?;
+        let flags = flags(session)?;
         self.fs.take_over(flags, record.take_over())?;
         self.minor.store(minor, Ordering::Relaxed);
-        self.session.store(session, Ordering::Release);
+        self.session.store(session ^ CLOSED, Ordering::Release);
         Ok(())
+    }
+
+    /// Whether [`take_over`](Self::take_over) could go on with this session.
+    ///
+    /// # Errors
+    /// If this daemon cannot have what INIT settled.
+    pub fn check(&self, session: u64) -> io::Result<()> {
+        self.fs.check(flags(session)?)
     }
 
     /// The session, for another daemon. No request is served meanwhile.

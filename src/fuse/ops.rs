@@ -94,6 +94,13 @@ pub trait Control {
     fn take_over(&self, _flags: InitFlags, _found: Found) -> io::Result<()> {
         Err(io::ErrorKind::Unsupported.into())
     }
+    /// Whether [`take_over`](Self::take_over) could go on with this.
+    ///
+    /// # Errors
+    /// If it could not.
+    fn check(&self, _flags: InitFlags) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
     /// Takes over what [`save`](Self::save) gave. The state may hold anything. `flags`: what INIT settled. No request
     /// is served meanwhile.
     ///

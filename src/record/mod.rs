@@ -17,7 +17,7 @@ mod words;
 use std::cell::Cell as ThreadCell;
 use std::ffi::{CStr, CString};
 use std::io;
-use std::os::fd::RawFd;
+use std::os::fd::{BorrowedFd, OwnedFd, RawFd};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -25,9 +25,13 @@ use parking_lot::Mutex;
 
 pub use ring::{LeftAs, Leftovers, RingRecord};
 use words::Words;
-pub use words::{clone_files, left_behind};
+pub use words::{clone, copy_to, is_open, left_behind};
 
 use crate::limits::CHAINS;
+
+/// What the words mean. Another number: a program of before cannot go on with it, nor one of after. To be raised with
+/// every change of what is written here and in `ring`.
+pub const VERSION: u32 = 1;
 
 /// Words of the header: what INIT settled, the guest's minor version, the nodeid that comes next, cells ever used, the
 /// highest generation of an `fh`.
@@ -48,6 +52,7 @@ const CELL_WORDS: usize = 4;
 /// Cells: 2 GiB of addresses, of which only what is used takes memory. A file that the guest knows takes one or two;
 /// what finds no cell is stale after a crash.
 const CELLS: u32 = 1 << 26;
+const WORDS: usize = CELLS_AT + CELLS as usize * CELL_WORDS;
 
 /// Bytes of a place in one cell.
 const PART: usize = 24;
@@ -248,10 +253,30 @@ impl Record {
     /// An empty record. It is the same memory in processes that are made by fork(2).
     ///
     /// # Errors
-    /// Those of mmap(2).
+    /// Those of memfd_create(2) and mmap(2).
     pub fn new() -> io::Result<Self> {
-        let words = Words::new(CELLS_AT + CELLS as usize * CELL_WORDS)?;
-        Ok(Self { words, free: Mutex::default() })
+        Ok(Self { words: Words::new(WORDS)?, free: Mutex::default() })
+    }
+
+    /// The record of another program. `memory`: its [`file`](Self::file), or anything.
+    ///
+    /// # Errors
+    /// InvalidData if it is no record. Those of mmap(2).
+    pub fn open(memory: OwnedFd) -> io::Result<Self> {
+        Ok(Self { words: Words::open(memory, WORDS)?, free: Mutex::default() })
+    }
+
+    /// Has its memory's descriptor be another one.
+    ///
+    /// # Errors
+    /// Those of `change`.
+    pub fn with_file(self, change: impl FnOnce(OwnedFd) -> io::Result<OwnedFd>) -> io::Result<Self> {
+        Ok(Self { words: self.words.with_file(change)?, ..self })
+    }
+
+    /// The memory, for another program.
+    pub fn file(&self) -> BorrowedFd<'_> {
+        self.words.file()
     }
 
     /// Makes this the process's record. To be called once, in a worker process.
@@ -609,6 +634,18 @@ mod tests {
         assert_eq!(found.inodes.len(), 1);
         record.place(&Place::Name { parent: 1, name: &name });
         assert_eq!(record.free.lock().used, used);
+    }
+
+    #[test]
+    fn another_program_finds_the_same() {
+        let record = record();
+        record.inode(2, 1, libc::S_IFREG, &Place::Fd(30));
+        let again = Record::open(record.file().try_clone_to_owned().unwrap()).unwrap();
+        assert_eq!(again.descriptors(), [30]);
+        let other = rustix::fs::memfd_create("other", rustix::fs::MemfdFlags::empty()).unwrap();
+        assert!(rustix::fs::ftruncate(record.file(), 0).is_err());
+        rustix::fs::ftruncate(&other, rustix::fs::fstat(record.file()).unwrap().st_size as u64).unwrap();
+        assert_eq!(Record::open(other).err().unwrap().kind(), io::ErrorKind::InvalidData);
     }
 
     #[test]

@@ -13,13 +13,16 @@ mod userns;
 
 use std::io;
 use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{CWD, Mode, OFlags, openat};
 use rustix::mount::{OpenTreeFlags, open_tree};
 use rustix::process::{Pid, chdir, chroot, geteuid};
 
-pub(crate) use namespace::pivot_into;
+pub use namespace::join;
+pub(crate) use namespace::{exit_like, pivot_into, told_pid};
+pub(crate) use sys::{hold_back, let_go, reap_children};
 pub use userns::IdRange;
 
 /// How the daemon is isolated from files outside the shared directory (`--sandbox`).
@@ -60,8 +63,26 @@ pub struct Entered {
     pub root: OwnedFd,
     /// `/proc/self/fd` of the process that serves, O_PATH.
     pub proc_self_fd: OwnedFd,
-    /// If it is supervised: a process file system that has nothing but the sandbox's processes.
-    pub proc: Option<OwnedFd>,
+}
+
+/// What a supervisor needs from inside the sandbox.
+#[derive(Debug)]
+pub struct Inside {
+    /// The shared directory, O_PATH.
+    pub root: OwnedFd,
+    /// A process file system that has nothing but the sandbox's processes.
+    pub proc: OwnedFd,
+    /// To the process that waits for it.
+    pub channel: UnixStream,
+}
+
+/// In which process [`enter_supervised`] returned.
+#[derive(Debug)]
+pub enum Side<T> {
+    /// In the calling one, outside. The sandbox's first process, and the way to it.
+    Parent(Pid, UnixStream),
+    /// In the sandbox's first process. Its namespaces, for its parent, and what was kept.
+    First(Inside, Vec<OwnedFd>, T),
 }
 
 /// Why the daemon cannot enter the sandbox or start the window process, in one line.
@@ -128,22 +149,37 @@ pub fn enter<T>(settings: &Settings, kept: T) -> Result<(Entered, T), Error> {
     match settings.sandbox {
         Sandbox::Namespace => namespace::enter(settings, kept),
         Sandbox::Chroot => Ok((enter_chroot(&settings.shared_dir)?, kept)),
-        Sandbox::None => {
-            Ok((Entered { root: open_dir(&settings.shared_dir)?, proc_self_fd: open_fds()?, proc: None }, kept))
-        }
+        Sandbox::None => Ok((Entered { root: open_dir(&settings.shared_dir)?, proc_self_fd: open_fds()? }, kept)),
     }
+}
+
+/// As [`enter`] with [`Sandbox::Namespace`], for a supervised daemon. The calling process returns too, and has not
+/// moved.
+///
+/// # Errors
+/// [`Error`]. The process may then be partly inside the sandbox, and must exit.
+pub fn enter_supervised<T>(settings: &Settings, kept: T) -> Result<Side<T>, Error> {
+    check(settings)?;
+    if geteuid().is_root() {
+        drop_groups()?;
+    }
+    namespace::enter_supervised(settings, kept)
 }
 
 fn enter_chroot(dir: &Path) -> Result<Entered, Error> {
     let proc_self_fd = detached_fds().or_else(|_| open_fds())?;
     chroot(dir).step("make the shared directory the root (needs CAP_SYS_CHROOT)")?;
     chdir("/").step("change to the shared directory")?;
-    Ok(Entered { root: open_dir(Path::new("/"))?, proc_self_fd, proc: None })
+    Ok(Entered { root: open_dir(Path::new("/"))?, proc_self_fd })
 }
 
 fn open_dir(dir: &Path) -> Result<OwnedFd, Error> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     openat(CWD, dir, flags, Mode::empty()).step("open the shared directory")
+}
+
+fn open_file(path: &Path) -> Result<OwnedFd, Error> {
+    openat(CWD, path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).step("open the sandbox's namespaces")
 }
 
 fn open_fds() -> Result<OwnedFd, Error> {

@@ -1,6 +1,9 @@
 //! `--sandbox namespace`: a child process serves, which sees only the shared directory.
+//!
+//! Without `--supervise` the process that waits for it has moved to the namespaces too. With `--supervise` it stays
+//! outside, to have another program take the daemon's place in the same namespaces ([`join`]).
 
-use std::io::{ErrorKind, Read};
+use std::io::{ErrorKind, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -13,32 +16,50 @@ use rustix::mount::{
     fsconfig_create, fsconfig_set_string, fsmount, fsopen, mount_change, move_mount, open_tree, unmount,
 };
 use rustix::process::{
-    Pid, Signal, WaitOptions, chdir, fchdir, geteuid, kill_process, pivot_root, set_parent_process_death_signal, wait,
+    DumpableBehavior, Pid, Signal, WaitOptions, WaitStatus, chdir, fchdir, geteuid, kill_process, pivot_root,
+    set_dumpable_behavior, set_parent_process_death_signal, wait, waitpid,
 };
-use rustix::thread::UnshareFlags;
+use rustix::thread::{LinkNameSpaceType, UnshareFlags, move_into_link_name_space};
 
-use super::sys::{Forked, fork, restrict_mounts, unshare};
-use super::{Entered, Error, Settings, Step, detached_fds, open_dir, userns};
+use super::sys::{Forked, clone_sibling, fork, require_single_thread, restrict_mounts, unshare};
+use super::{Entered, Error, Inside, Settings, Side, Step, detached_fds, open_dir, open_file, userns};
 
 const NAMESPACES: UnshareFlags = UnshareFlags::NEWNS.union(UnshareFlags::NEWPID).union(UnshareFlags::NEWNET);
 
 /// The restrictions on the daemon's own mount of the share.
 const RESTRICTED: u64 = libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV | libc::MOUNT_ATTR_NOEXEC;
 
+/// The namespaces that another program joins, by their names in /proc/PID/ns, in this order. Root's daemon is in the
+/// host's user namespace.
+const JOINED: [(&str, LinkNameSpaceType); 4] = [
+    ("user", LinkNameSpaceType::User),
+    ("mnt", LinkNameSpaceType::Mount),
+    ("net", LinkNameSpaceType::Network),
+    ("pid", LinkNameSpaceType::ProcessID),
+];
+
+fn joined() -> &'static [(&'static str, LinkNameSpaceType)] {
+    if geteuid().is_root() { &JOINED[1..] } else { &JOINED }
+}
+
+fn unshare_all(settings: &Settings) -> Result<(), Error> {
+    if geteuid().is_root() {
+        unshare(NAMESPACES).step("create namespaces (give the daemon CAP_SYS_ADMIN, or use --sandbox chroot or none)")
+    } else {
+        userns::unshare_mapped(NAMESPACES, &settings.uid_map, &settings.gid_map)
+    }
+}
+
 /// Returns only in the child. The parent waits for the child and exits.
 pub fn enter<T>(settings: &Settings, kept: T) -> Result<(Entered, T), Error> {
-    if geteuid().is_root() {
-        unshare(NAMESPACES)
-            .step("create namespaces (give the daemon CAP_SYS_ADMIN, or use --sandbox chroot or none)")?;
-    } else {
-        userns::unshare_mapped(NAMESPACES, &settings.uid_map, &settings.gid_map)?;
-    }
+    unshare_all(settings)?;
     let (parent, child) = UnixStream::pair().step("create a socket pair")?;
     match fork().step("start the sandboxed process")? {
         Forked::Child => {
             drop(parent);
-            die_with_parent(child)?;
-            Ok((enter_mounts(&settings.shared_dir, settings.supervised)?, kept))
+            die_with_parent(&child)?;
+            let proc_self_fd = detached_fds()?;
+            Ok((Entered { root: enter_mounts(&settings.shared_dir)?, proc_self_fd }, kept))
         }
         Forked::Parent(pid) => {
             // If the parent kept the socket, a second frontend could connect to it without an answer. If it kept the
@@ -49,20 +70,89 @@ pub fn enter<T>(settings: &Settings, kept: T) -> Result<(Entered, T), Error> {
     }
 }
 
-/// Asks the kernel to kill this process when its parent ends. The kernel drops the request if the thread's user ID
-/// changes, so the main thread must keep its own.
-fn die_with_parent(mut parent: UnixStream) -> Result<(), Error> {
-    set_parent_process_death_signal(Some(Signal::KILL)).step("ask for a signal at the parent's end")?;
-    parent.set_nonblocking(true).step("watch the parent")?;
-    match parent.read(&mut [0]) {
-        Err(e) if e.kind() == ErrorKind::WouldBlock => Ok(()),
-        _ => Err(Error::Other("the parent process ended".into())),
+/// Returns in the parent, which stays outside, and in the namespaces' first process, which is its child.
+pub fn enter_supervised<T>(settings: &Settings, kept: T) -> Result<Side<T>, Error> {
+    let (mut channel, child) = UnixStream::pair().step("create a socket pair")?;
+    if let Forked::Parent(between) = fork().step("start the sandboxed process")? {
+        drop((kept, child));
+        let first = told_pid(&mut channel);
+        let status = waitpid(Some(between), WaitOptions::empty()).step("wait for the sandboxed process")?;
+        return match (first, status.and_then(|(_, status)| status.exit_status())) {
+            (Some(first), Some(0)) => Ok(Side::Parent(first, channel)),
+            // It has said why.
+            (_, code) => exit(code.filter(|code| *code != 0).unwrap_or(1)),
+        };
+    }
+    drop(channel);
+    let joined = joined();
+    unshare_all(settings)?;
+    go_on_as_sibling(&child)?;
+    let open = |(name, _): &(&str, _)| open_file(Path::new(&format!("/proc/self/ns/{name}")));
+    let namespaces = joined.iter().map(open).collect::<Result<_, _>>()?;
+    let proc = own_processes()?;
+    let inside = Inside { root: enter_mounts(&settings.shared_dir)?, proc, channel: child };
+    Ok(Side::First(inside, namespaces, kept))
+}
+
+/// Joins the namespaces of another program's daemon. Returns in a process in them, a child of this one's parent, which
+/// gets its process ID by the channel. The calling process exits. `namespaces`: those of
+/// [`Side::First`](super::Side).
+///
+/// # Errors
+/// [`Error`]. The process may then be partly inside the sandbox, and must exit.
+pub fn join(namespaces: Vec<OwnedFd>, proc: OwnedFd, channel: UnixStream) -> Result<Inside, Error> {
+    require_single_thread().step("join the sandbox")?;
+    // Who serves there now may not look into this process, which has more capabilities.
+    set_dumpable_behavior(DumpableBehavior::NotDumpable).step("close this process to others")?;
+    let joined = joined();
+    if namespaces.len() != joined.len() {
+        return Err(Error::Other("the sandbox has other namespaces".into()));
+    }
+    for ((_, kind), namespace) in joined.iter().zip(namespaces) {
+        move_into_link_name_space(namespace.as_fd(), Some(*kind)).step("join the sandbox's namespaces")?;
+        if *kind == LinkNameSpaceType::User {
+            userns::become_root()?;
+        }
+    }
+    go_on_as_sibling(&channel)?;
+    Ok(Inside { root: open_dir(Path::new("/"))?, proc, channel })
+}
+
+/// Makes a child of this process's parent, tells the parent, and exits. Returns in the child after that.
+fn go_on_as_sibling(mut channel: &UnixStream) -> Result<(), Error> {
+    let (mut told, telling) = UnixStream::pair().step("create a socket pair")?;
+    match clone_sibling().step("start the sandboxed process")? {
+        Forked::Child => {
+            drop(telling);
+            // It ends when the other process does.
+            let _ = told.read(&mut [0]);
+            die_with_parent(channel)
+        }
+        Forked::Parent(pid) => {
+            let told = channel.write_all(&pid.as_raw_nonzero().get().to_ne_bytes());
+            exit(told.is_err().into())
+        }
     }
 }
 
-fn enter_mounts(shared_dir: &Path, supervised: bool) -> Result<Entered, Error> {
-    let proc_self_fd = detached_fds()?;
-    let proc = if supervised { Some(own_processes()?) } else { None };
+/// The process ID of the child that another process has made for this one. `None` if it has not.
+pub fn told_pid(channel: &mut UnixStream) -> Option<Pid> {
+    let mut pid = [0; 4];
+    channel.read_exact(&mut pid).ok()?;
+    Pid::from_raw(i32::from_ne_bytes(pid))
+}
+
+/// Asks the kernel to kill this process when its parent ends. The kernel drops the request if the thread's user ID
+/// changes, so the main thread must keep its own.
+fn die_with_parent(mut parent: &UnixStream) -> Result<(), Error> {
+    set_parent_process_death_signal(Some(Signal::KILL)).step("ask for a signal at the parent's end")?;
+    parent.set_nonblocking(true).step("watch the parent")?;
+    let alive = matches!(parent.read(&mut [0]), Err(e) if e.kind() == ErrorKind::WouldBlock);
+    parent.set_nonblocking(false).step("watch the parent")?;
+    if alive { Ok(()) } else { Err(Error::Other("the parent process ended".into())) }
+}
+
+fn enter_mounts(shared_dir: &Path) -> Result<OwnedFd, Error> {
     // Later mounts of the host in the shared directory appear here. Mounts made here do not reach the host.
     let slave = MountPropagationFlags::DOWNSTREAM | MountPropagationFlags::REC;
     mount_change("/", slave).step("separate the mounts from the host's")?;
@@ -79,7 +169,7 @@ fn enter_mounts(shared_dir: &Path, supervised: bool) -> Result<Entered, Error> {
     let onto_itself = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_SYMLINKS;
     move_mount(&tree, "", CWD, shared_dir, onto_itself).step("mount the shared directory")?;
     pivot_into(tree.as_fd())?;
-    Ok(Entered { root: open_dir(Path::new("/"))?, proc_self_fd, proc })
+    open_dir(Path::new("/"))
 }
 
 /// A process file system of this process's PID namespace. It has nothing but processes (Linux 5.8): a worker that is
@@ -124,12 +214,17 @@ fn wait_for(child: Pid, helper: Option<Pid>) -> ! {
                     let _ = kill_process(pid, Signal::KILL);
                 }
             }
-            Ok(Some((_, status))) => match (status.exit_status(), status.terminating_signal()) {
-                (Some(code), _) => exit(code),
-                (None, Some(signal)) => exit(killed_by(signal)),
-                (None, None) => continue,
-            },
+            Ok(Some((_, status))) => exit_like(status),
         }
+    }
+}
+
+/// Exits with the status of a child that has ended.
+pub fn exit_like(status: WaitStatus) {
+    match (status.exit_status(), status.terminating_signal()) {
+        (Some(code), _) => exit(code),
+        (None, Some(signal)) => exit(killed_by(signal)),
+        (None, None) => {}
     }
 }
 

@@ -75,7 +75,8 @@ pub fn unshare_mapped(others: UnshareFlags, uids: &[IdRange], gids: &[IdRange]) 
     become_root()
 }
 
-fn become_root() -> Result<(), Error> {
+/// Becomes the user namespace's root if it has one.
+pub fn become_root() -> Result<(), Error> {
     let (uid, gid) = (Uid::from_raw(0), Gid::from_raw(0));
     unless_unmapped(set_thread_res_gid(gid, gid, gid)).step("become group 0 of the user namespace")?;
     unless_unmapped(set_thread_res_uid(uid, uid, uid)).step("become user 0 of the user namespace")

@@ -33,6 +33,8 @@ pub const SET_BACKEND_REQ_FD: u32 = 21;
 pub const RESET_DEVICE: u32 = 34;
 pub const ADD_MEM_REG: u32 = 37;
 pub const REM_MEM_REG: u32 = 38;
+pub const SET_DEVICE_STATE_FD: u32 = 42;
+pub const CHECK_DEVICE_STATE: u32 = 43;
 
 /// The version, in the flags of a header.
 const VERSION: u32 = 1;
@@ -41,8 +43,9 @@ const NEED_REPLY: u32 = 1 << 3;
 
 /// Bytes of a message after its header. No message is longer (crate vhost, MAX_MSG_SIZE).
 const LONGEST: usize = 4096;
-/// Descriptors with a message. A memory table has at most 32 regions (crate vhost, MAX_ATTACHED_FD_ENTRIES).
-const MOST_FDS: usize = 32;
+/// Descriptors with a message: as many as Linux passes at once (SCM_MAX_FD). A frontend's memory table has at most 32
+/// regions.
+pub const MOST_FDS: usize = 253;
 const HEADER: usize = 12;
 
 /// A message and the descriptors that came with it.
@@ -57,6 +60,15 @@ pub struct Message {
 impl Message {
     pub fn new(request: u32, body: Vec<u8>, fds: Vec<OwnedFd>) -> Self {
         Self { request, flags: VERSION, body, fds }
+    }
+
+    /// The same message.
+    ///
+    /// # Errors
+    /// If there is no room for more descriptors.
+    pub fn copy(&self) -> io::Result<Self> {
+        let fds = self.fds.iter().map(OwnedFd::try_clone).collect::<io::Result<_>>()?;
+        Ok(Self { request: self.request, flags: self.flags, body: self.body.clone(), fds })
     }
 
     /// Receives one. `None`: the other end is gone.

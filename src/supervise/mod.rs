@@ -8,8 +8,13 @@
 //! Both processes share one table of descriptors, so what the dead worker had open is still open. Rule: the supervisor
 //! keeps its own descriptors (`Supervisor::own`), a worker never closes those, and when a worker has died, the
 //! supervisor closes all that neither it nor the record names.
+//!
+//! The *parent* is the process outside of the sandbox that was started. It can have another program take the
+//! supervisor's place (`parent`, `handover`).
 
+mod handover;
 mod message;
+mod parent;
 mod settled;
 
 use std::collections::BTreeSet;
@@ -20,16 +25,19 @@ use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::process::exit;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, pause, poll};
 use rustix::fs::{Dir, Mode, OFlags, openat};
 use rustix::io::Errno;
 use rustix::process::{
-    DumpableBehavior, Pid, Signal, WaitOptions, WaitStatus, set_dumpable_behavior, set_parent_process_death_signal,
-    waitpid,
+    DumpableBehavior, Pid, Signal, WaitOptions, WaitStatus, getpid, pidfd_send_signal, set_dumpable_behavior,
+    set_parent_process_death_signal, waitpid,
 };
 
 use crate::record::{self, LeftAs, RINGS, Record};
+use crate::sandbox::{self, Inside};
+use handover::Estate;
 use message::Message;
+pub use parent::{Handed, Parent, Successor, understood};
 use settled::Settled;
 
 /// Workers that died one after the other, each soon after its start and without an answer to any request. Then the
@@ -52,39 +60,28 @@ pub struct Worker {
     pub control: Option<UnixListener>,
 }
 
-/// What the supervisor gives to each worker process.
-#[derive(Debug)]
-pub struct Shared {
-    /// The shared directory, O_PATH.
-    pub root: OwnedFd,
-    /// The root of a process file system of the sandbox's own, O_PATH.
-    pub proc: OwnedFd,
-    /// Where the control socket's clients connect.
-    pub control: Option<UnixListener>,
-}
-
 /// Supervises workers. Returns in each worker process. The calling process exits when the last worker has ended, with
-/// its status.
+/// its status. `namespaces`: those of the sandbox, for the parent.
 ///
 /// # Errors
 /// Those of making a process or a socket, at the first start.
-pub fn start(listener: UnixListener, shared: Shared, keep_alive: bool) -> io::Result<Worker> {
+pub fn start(
+    inside: Inside,
+    namespaces: Vec<OwnedFd>,
+    listener: UnixListener,
+    control: Option<UnixListener>,
+    keep_alive: bool,
+) -> io::Result<Worker> {
     // The worker has a way to /proc/1/mem of the sandbox, and may not use it.
     set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
+    // Nobody but this process has the channel yet, so the parent may believe what comes.
+    parent::send_namespaces(&inside, namespaces)?;
     let record: &'static Record = Box::leak(Box::new(Record::new()?));
-    let own = descriptors(&shared.proc)?;
-    let mut supervisor = Supervisor {
-        own,
-        listener,
-        shared,
-        keep_alive,
-        record,
-        workers: 0,
-        fruitless: 0,
-        frontend: None,
-        settled: Settled::default(),
-        pending: None,
-    };
+    let own = descriptors(&inside.proc)?;
+    let (settled, pending) = Default::default();
+    let version = env!("CARGO_PKG_VERSION").into();
+    let estate = Estate { version, workers: 0, stopped: 0, listener, control, frontend: None, settled, pending };
+    let mut supervisor = Supervisor::new(own, inside, keep_alive, record, estate);
     match supervisor.hire()? {
         Hired::Worker(worker) => {
             // What the supervisor has stays open.
@@ -93,6 +90,80 @@ pub fn start(listener: UnixListener, shared: Shared, keep_alive: bool) -> io::Re
         }
         Hired::Supervisor(process) => supervisor.run(process),
     }
+}
+
+/// Takes over from the supervisor of another program. Otherwise as [`start`]. `check`: says whether this program can go
+/// on with a session ([`Record::session`]). It is called in a process of its own, and gets what a worker gets.
+///
+/// # Errors
+/// If it cannot. The supervisor goes on then.
+pub fn take_over(
+    inside: Inside,
+    Successor(supervisor): Successor,
+    keep_alive: bool,
+    check: impl FnOnce(OwnedFd, OwnedFd, Option<(u64, u32)>) -> bool,
+) -> io::Result<Worker> {
+    let step = handover::step;
+    step("joined");
+    let record = handover::greet(&supervisor)?;
+    step("greeted");
+    try_out(&inside, || {
+        let (root, proc_self_fd) = worker_files(&inside)?;
+        Ok(check(root, proc_self_fd, record.session()))
+    })?;
+    step("checked");
+    let named = handover::ready(&supervisor, &record)?;
+    let away = |fd: OwnedFd| handover::out_of_the_way(fd, &named);
+    let Inside { root, proc, channel } = inside;
+    let (supervisor, channel) = (UnixStream::from(away(supervisor.into())?), UnixStream::from(away(channel.into())?));
+    let inside = Inside { root: away(root)?, proc: away(proc)?, channel };
+    let record: &'static Record = Box::leak(Box::new(record.with_file(away)?));
+    let mut own = descriptors(&inside.proc)?;
+    handover::check_numbers(&own, &named)?;
+    own.remove(&supervisor.as_raw_fd());
+    let estate = handover::take(&supervisor, &named, &inside.root)?;
+    own.extend([estate.listener.as_raw_fd()].into_iter().chain(estate.control.iter().map(AsRawFd::as_raw_fd)));
+    handover::done(&supervisor)?;
+    // From here on this process is the daemon: if it ends, all ends.
+    parent::tell(&inside.channel)?;
+    handover::told(&supervisor);
+    drop(supervisor);
+    let (old, stopped) = (estate.version.clone(), estate.stopped);
+    let mut supervisor = Supervisor::new(own, inside, keep_alive, record, estate);
+    let mut process = match supervisor.hire()? {
+        Hired::Worker(worker) => {
+            std::mem::forget(supervisor);
+            return Ok(worker);
+        }
+        Hired::Supervisor(process) => process,
+    };
+    supervisor.resume_if_used(&mut process);
+    let (new, waited) = (env!("CARGO_PKG_VERSION"), Duration::from_nanos(handover::now().saturating_sub(stopped)));
+    tracing::info!("upgraded from version {old} to {new}: requests waited for {:.1} ms", waited.as_secs_f64() * 1e3);
+    supervisor.run(process)
+}
+
+/// Runs something in a process of its own.
+///
+/// # Errors
+/// If it has not returned true.
+fn try_out(inside: &Inside, what: impl FnOnce() -> io::Result<bool>) -> io::Result<()> {
+    match record::clone(list(&inside.proc, "self/task")?, false)? {
+        None => {
+            set_parent_process_death_signal(Some(Signal::KILL))?;
+            exit(what().map_or(1, |can| i32::from(!can)))
+        }
+        Some((pid, _)) => match waitpid(Some(pid), WaitOptions::empty())? {
+            Some((_, status)) if status.exit_status() == Some(0) => Ok(()),
+            _ => Err(io::Error::other("this program cannot go on with the session")),
+        },
+    }
+}
+
+/// For a worker process: the shared directory, and its own descriptors.
+fn worker_files(inside: &Inside) -> io::Result<(OwnedFd, OwnedFd)> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    Ok((inside.root.try_clone()?, openat(&inside.proc, "self/fd", flags, Mode::empty())?))
 }
 
 fn list(proc: &OwnedFd, path: &str) -> io::Result<Dir> {
@@ -133,33 +204,41 @@ enum Event {
     Reply,
     /// The worker has ended.
     End,
+    /// The parent has another program for this one's place.
+    Upgrade,
+    /// That program has sent something.
+    Successor,
 }
 
 struct Supervisor {
     /// Descriptors that were open before there was a worker.
     own: BTreeSet<RawFd>,
-    listener: UnixListener,
-    shared: Shared,
+    inside: Inside,
     keep_alive: bool,
     record: &'static Record,
-    /// Workers so far.
-    workers: u32,
     fruitless: u32,
-    frontend: Option<UnixStream>,
-    settled: Settled,
-    /// The message that the worker has got last. It may not have done what the message says.
-    pending: Option<Message>,
+    /// What is left to a successor. `pending`: the message that the worker has got last. It may not have done what the
+    /// message says. `stopped`: 0 unless the worker is stopped for a successor.
+    estate: Estate,
+    successor: Option<UnixStream>,
+    /// Whether the parent may say something.
+    has_parent: bool,
 }
 
 impl Supervisor {
+    fn new(own: BTreeSet<RawFd>, inside: Inside, keep_alive: bool, record: &'static Record, estate: Estate) -> Self {
+        let estate = Estate { version: env!("CARGO_PKG_VERSION").into(), stopped: 0, ..estate };
+        Self { own, inside, keep_alive, record, fruitless: 0, estate, successor: None, has_parent: true }
+    }
+
     /// Starts a worker.
     fn hire(&mut self) -> io::Result<Hired> {
-        self.workers += 1;
-        let name = format!("thruway-worker-{}", self.workers);
+        self.estate.workers += 1;
+        let name = format!("thruway-worker-{}", self.estate.workers);
         let address = SocketAddr::from_abstract_name(name)?;
         // A new one for each: nobody but the supervisor is in the sandbox's network namespace.
         let listener = UnixListener::bind_addr(&address)?;
-        match record::clone_files(list(&self.shared.proc, "self/task")?)? {
+        match record::clone(list(&self.inside.proc, "self/task")?, true)? {
             Some((pid, pidfd)) => {
                 // It is the worker's now.
                 std::mem::forget(listener);
@@ -176,13 +255,9 @@ impl Supervisor {
         set_parent_process_death_signal(Some(Signal::KILL))?;
         set_dumpable_behavior(DumpableBehavior::Dumpable)?;
         self.record.install();
-        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        Ok(Worker {
-            listener,
-            root: self.shared.root.try_clone()?,
-            proc_self_fd: openat(&self.shared.proc, "self/fd", flags, Mode::empty())?,
-            control: self.shared.control.as_ref().map(UnixListener::try_clone).transpose()?,
-        })
+        let (root, proc_self_fd) = worker_files(&self.inside)?;
+        let control = self.estate.control.as_ref().map(UnixListener::try_clone).transpose()?;
+        Ok(Worker { listener, root, proc_self_fd, control })
     }
 
     /// Requests that were answered.
@@ -199,18 +274,24 @@ impl Supervisor {
                         return Ok(worker);
                     }
                 }
-                Event::Frontend if self.frontend.is_none() => self.accept(&mut process)?,
+                Event::Frontend if self.estate.frontend.is_none() => self.accept(&mut process)?,
                 Event::Frontend => self.forward(&mut process)?,
                 Event::Reply => self.answer(&mut process)?,
+                Event::Upgrade => self.meet_successor(),
+                Event::Successor => self.hear_successor(&process),
             }
         }
     }
 
     fn wait(&self, process: &Process) -> io::Result<Event> {
         loop {
-            let asked = self.frontend.as_ref().map_or(self.listener.as_fd(), AsFd::as_fd);
-            let reply = process.connection.as_ref().map_or(process.pidfd.as_fd(), AsFd::as_fd);
-            let mut fds = [process.pidfd.as_fd(), reply, asked].map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+            let asked = self.estate.frontend.as_ref().map_or(self.estate.listener.as_fd(), AsFd::as_fd);
+            let end = process.pidfd.as_fd();
+            let reply = process.connection.as_ref().map_or(end, AsFd::as_fd);
+            let successor = self.successor.as_ref().filter(|_| self.estate.stopped == 0).map_or(end, AsFd::as_fd);
+            let parent = if self.has_parent { self.inside.channel.as_fd() } else { end };
+            let fds = [end, reply, asked, parent, successor];
+            let mut fds = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
             match poll(&mut fds, None) {
                 Err(Errno::INTR) => continue,
                 ready => ready?,
@@ -218,16 +299,85 @@ impl Supervisor {
             let ready = fds.map(|fd| !fd.revents().is_empty());
             match ready {
                 // What it has sent before its end counts.
-                [_, true, _] if process.connection.is_some() => return Ok(Event::Reply),
+                [_, true, ..] if process.connection.is_some() => return Ok(Event::Reply),
                 [true, ..] => return Ok(Event::End),
-                [_, _, true] => return Ok(Event::Frontend),
+                [.., true] => return Ok(Event::Successor),
+                [_, _, _, true, _] => return Ok(Event::Upgrade),
+                [_, _, true, ..] => return Ok(Event::Frontend),
                 _ => {}
             }
         }
     }
 
+    /// Another program wants to take over.
+    fn meet_successor(&mut self) {
+        let met = parent::successor(&self.inside.channel);
+        // Otherwise the parent has ended, and this process is about to: or a worker has closed what it may not.
+        self.has_parent = met.is_ok();
+        let Some(successor) = met.ok().flatten() else { return };
+        match handover::offer(&successor, self.record) {
+            Ok(()) => self.successor = Some(successor),
+            Err(e) => tracing::warn!("another program cannot take over: {e}"),
+        }
+    }
+
+    fn hear_successor(&mut self, process: &Process) {
+        match self.successor.as_ref().map(Message::receive) {
+            Some(Ok(Some(message))) if message.request == handover::READY => {
+                let starts = |message: &Message| message.request == message::SET_DEVICE_STATE_FD;
+                if self.estate.settled.migrates() || self.estate.pending.as_ref().is_some_and(starts) {
+                    tracing::warn!("the guest migrates, which an upgrade would break: ask for it again later");
+                    self.successor = None;
+                    return;
+                }
+                self.estate.stopped = handover::now();
+                let _ = pidfd_send_signal(&process.pidfd, Signal::KILL);
+            }
+            // It has said why.
+            _ => self.successor = None,
+        }
+    }
+
+    /// Hands over to a successor, if the worker was stopped for it. Returns if there is none, or if that fails.
+    fn retire(&mut self) {
+        if self.estate.stopped == 0 {
+            return;
+        }
+        let given = self.successor.take().map(|successor| {
+            handover::give(&successor, &self.estate, self.record)?;
+            io::Result::Ok(successor)
+        });
+        self.estate.stopped = 0;
+        match given {
+            Some(Ok(successor)) => self.end(&successor),
+            Some(Err(e)) => tracing::warn!("another program has not taken over: {e}: this one goes on"),
+            None => {}
+        }
+    }
+
+    /// The successor has everything.
+    fn end(&self, successor: &UnixStream) -> ! {
+        for fd in descriptors(&self.inside.proc).unwrap_or_default() {
+            if fd > libc::STDERR_FILENO && fd != successor.as_raw_fd() {
+                drop(record::left_behind(fd));
+            }
+        }
+        if handover::leave(successor).is_err() {
+            exit(1);
+        }
+        drop(record::left_behind(successor.as_raw_fd()));
+        if getpid() != Pid::INIT {
+            exit(0);
+        }
+        // The sandbox ends with its first process, which is this one, and which gets the children of dead processes.
+        sandbox::reap_children();
+        loop {
+            pause();
+        }
+    }
+
     fn accept(&mut self, process: &mut Process) -> io::Result<()> {
-        let frontend = match self.listener.accept() {
+        let frontend = match self.estate.listener.accept() {
             Ok((frontend, _)) => frontend,
             Err(e) => {
                 tracing::warn!("cannot accept a frontend: {e}, trying again");
@@ -236,24 +386,24 @@ impl Supervisor {
             }
         };
         process.connection = Some(UnixStream::connect_addr(&process.address)?);
-        self.frontend = Some(frontend);
+        self.estate.frontend = Some(frontend);
         Ok(())
     }
 
     /// Passes on what the frontend says.
     fn forward(&mut self, process: &mut Process) -> io::Result<()> {
-        let received = self.frontend.as_ref().map(Message::receive).transpose();
+        let received = self.estate.frontend.as_ref().map(Message::receive).transpose();
         let Ok(Some(Some(message))) = received else {
             self.hang_up(process);
             return Ok(());
         };
         // The frontend goes on, so the one before is done.
-        if let Some(before) = self.pending.take() {
-            self.settled.note(before, None);
+        if let Some(before) = self.estate.pending.take() {
+            self.estate.settled.note(before, None);
         }
         // If this fails, the worker is dead, and the next one gets the message.
         let _ = process.connection.as_ref().map(|worker| message.send(worker));
-        self.pending = Some(message);
+        self.estate.pending = Some(message);
         Ok(())
     }
 
@@ -268,10 +418,10 @@ impl Supervisor {
             }
             return Ok(());
         };
-        if let Some(message) = self.pending.take_if(|message| message.request == reply.request) {
-            self.settled.note(message, Some(&reply));
+        if let Some(message) = self.estate.pending.take_if(|message| message.request == reply.request) {
+            self.estate.settled.note(message, Some(&reply));
         }
-        if self.frontend.as_ref().is_some_and(|frontend| reply.send(frontend).is_err()) {
+        if self.estate.frontend.as_ref().is_some_and(|frontend| reply.send(frontend).is_err()) {
             self.hang_up(process);
         }
         Ok(())
@@ -285,8 +435,8 @@ impl Supervisor {
     /// The frontend is gone, or is to be.
     fn hang_up(&mut self, process: &mut Process) {
         process.connection = None;
-        (self.frontend, self.pending) = (None, None);
-        self.settled = Settled::default();
+        (self.estate.frontend, self.estate.pending) = (None, None);
+        self.estate.settled = Settled::default();
         if !self.keep_alive {
             // The worker ends then.
             let status = waitpid(Some(process.pid), WaitOptions::empty()).ok().flatten();
@@ -298,7 +448,8 @@ impl Supervisor {
     fn ended(&mut self, process: &mut Process) -> io::Result<Option<Worker>> {
         let Some((_, status)) = waitpid(Some(process.pid), WaitOptions::empty())? else { return Ok(None) };
         let Some(signal) = status.terminating_signal() else { exit(code(status)) };
-        let soon = process.started.elapsed() < SOON;
+        let is_meant = self.estate.stopped != 0 && signal == libc::SIGKILL;
+        let soon = process.started.elapsed() < SOON && !is_meant;
         self.fruitless = if soon && self.served() == process.served { self.fruitless + 1 } else { 0 };
         if self.fruitless == FRUITLESS {
             tracing::error!(
@@ -306,49 +457,57 @@ impl Supervisor {
             );
             exit(code(status));
         }
-        tracing::warn!("the process that serves was killed by signal {signal}: another one goes on");
+        if !is_meant {
+            tracing::warn!("the process that serves was killed by signal {signal}: another one goes on");
+        }
         process.connection = None;
         let suspect = soon && signal != libc::SIGKILL && signal != libc::SIGTERM;
         for index in 0..RINGS {
             let ring = self.record.ring(index);
-            ring.leave(match self.settled.is_running(index) {
+            ring.leave(match self.estate.settled.is_running(index) {
                 true if suspect => LeftAs::Suspect,
                 true => LeftAs::Running,
                 false => LeftAs::Stopped,
             });
-            if self.frontend.is_none() {
+            if self.estate.frontend.is_none() {
                 ring.clear();
             }
         }
-        if self.frontend.is_none() || self.record.session().is_none() {
+        if self.estate.frontend.is_none() || self.record.session().is_none() {
             self.record.wipe();
         }
         self.close_the_rest(process)?;
+        self.retire();
         *process = match self.hire()? {
             Hired::Worker(worker) => return Ok(Some(worker)),
             Hired::Supervisor(process) => process,
         };
-        if self.frontend.is_some() {
+        self.resume_if_used(process);
+        Ok(None)
+    }
+
+    /// Has a new worker go on for the frontend, if there is one.
+    fn resume_if_used(&self, process: &mut Process) {
+        if self.estate.frontend.is_some() {
             if let Err(e) = self.resume(process) {
                 // If it is dead, its end is the next event.
                 tracing::debug!("the next one does not listen: {e}");
                 process.connection = None;
             }
         }
-        Ok(None)
     }
 
     /// Tells a new worker what the frontend has settled, and what it said last.
-    fn resume(&mut self, process: &mut Process) -> io::Result<()> {
+    fn resume(&self, process: &mut Process) -> io::Result<()> {
         let connection = UnixStream::connect_addr(&process.address)?;
-        self.settled.tell(&connection, || {
+        self.estate.settled.tell(&connection, || {
             let mut fds =
                 [connection.as_fd(), process.pidfd.as_fd()].map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
             while poll(&mut fds, None) == Err(Errno::INTR) {}
             let came = if fds[0].revents().is_empty() { None } else { Message::receive(&connection)? };
             came.ok_or_else(|| io::ErrorKind::ConnectionAborted.into())
         })?;
-        if let Some(pending) = &self.pending {
+        if let Some(pending) = &self.estate.pending {
             pending.send(&connection)?;
         }
         process.connection = Some(connection);
@@ -357,12 +516,12 @@ impl Supervisor {
 
     /// Closes what the dead worker had open, unless the record names it.
     fn close_the_rest(&self, process: &Process) -> io::Result<()> {
-        let own = [self.listener.as_raw_fd(), process.pidfd.as_raw_fd()];
-        let frontend = self.frontend.iter().map(AsRawFd::as_raw_fd);
-        let pending = self.pending.iter().flat_map(|message| &message.fds).map(AsRawFd::as_raw_fd);
+        let own = [self.estate.listener.as_raw_fd(), process.pidfd.as_raw_fd()];
+        let sockets = [&self.estate.frontend, &self.successor].into_iter().flatten().map(AsRawFd::as_raw_fd);
+        let pending = self.estate.pending.iter().flat_map(|message| &message.fds).map(AsRawFd::as_raw_fd);
         let mut kept: BTreeSet<RawFd> = self.record.descriptors().into_iter().collect();
-        kept.extend(own.into_iter().chain(frontend).chain(pending).chain(self.settled.descriptors()));
-        for fd in descriptors(&self.shared.proc)? {
+        kept.extend(own.into_iter().chain(sockets).chain(pending).chain(self.estate.settled.descriptors()));
+        for fd in descriptors(&self.inside.proc)? {
             if !kept.contains(&fd) && !self.own.contains(&fd) {
                 drop(record::left_behind(fd));
             }

@@ -10,6 +10,8 @@ use crate::record::RINGS;
 const REGION: usize = 32;
 /// Regions of one SET_MEM_TABLE: the frontends that have more add them one by one.
 const TABLE: usize = 8;
+/// VHOST_F_LOG_ALL: the frontend wants to know what the device writes to.
+const LOG_ALL: u64 = 1 << 26;
 
 /// The messages that count.
 #[derive(Debug, Default)]
@@ -22,6 +24,8 @@ pub struct Settled {
     channel: Option<Message>,
     regions: Vec<(Vec<u8>, OwnedFd)>,
     rings: Vec<RingSettled>,
+    /// The device's state is being read or written.
+    moves: bool,
 }
 
 /// Of one ring. A kick or a call may be a message without a descriptor.
@@ -77,6 +81,9 @@ impl Settled {
                 let gone = message.body.get(8..8 + 24).unwrap_or_default().to_vec();
                 self.regions.retain(|(region, _)| region[..24] != gone);
             }
+            // It fails with another number than 0.
+            SET_DEVICE_STATE_FD => self.moves = reply.is_none_or(|reply| reply.body.first() == Some(&0)),
+            CHECK_DEVICE_STATE => self.moves = false,
             RESET_DEVICE => (self.features, self.rings) = (None, Vec::new()),
             GET_VRING_BASE => {
                 let Some(ring) = self.ring(&message) else { return };
@@ -85,6 +92,8 @@ impl Settled {
             }
             SET_VRING_NUM | SET_VRING_ADDR | SET_VRING_BASE | SET_VRING_KICK | SET_VRING_CALL | SET_VRING_ERR
             | SET_VRING_ENABLE => {
+                // The guest goes on.
+                self.moves &= message.request != SET_VRING_KICK;
                 let Some(ring) = self.ring(&message) else { return };
                 let to = match message.request {
                     SET_VRING_NUM => &mut ring.num,
@@ -101,6 +110,13 @@ impl Settled {
         }
     }
 
+    /// Whether the frontend migrates, with another process of which it would fail.
+    pub fn migrates(&self) -> bool {
+        let features = self.features.as_ref().and_then(|features| features.body.first_chunk::<8>());
+        let logs = features.is_some_and(|features| u64::from_ne_bytes(*features) & LOG_ALL != 0) && self.log.is_some();
+        logs || self.moves
+    }
+
     /// Whether the frontend has started a ring and not stopped it.
     pub fn is_running(&self, ring: usize) -> bool {
         self.rings.get(ring).is_some_and(|ring| ring.kick.is_some())
@@ -108,11 +124,23 @@ impl Settled {
 
     /// The descriptors that are kept for the next worker process.
     pub fn descriptors(&self) -> impl Iterator<Item = RawFd> {
-        let Self { owner, features, protocol, log, log_fd, channel, regions, rings } = self;
+        let Self { owner, features, protocol, log, log_fd, channel, regions, rings, moves: _ } = self;
         let first = [owner, features, protocol, log, log_fd, channel].into_iter().flatten();
         let messages = first.chain(rings.iter().flat_map(RingSettled::all));
         let fds = messages.flat_map(|message| &message.fds).chain(regions.iter().map(|(_, fd)| fd));
         fds.map(AsRawFd::as_raw_fd)
+    }
+
+    /// All of it, as messages that make the same of an empty one by [`note`](Self::note).
+    ///
+    /// # Errors
+    /// If there is no room for more descriptors.
+    pub fn messages(&self) -> io::Result<Vec<Message>> {
+        let Self { owner, features, protocol, log, log_fd, channel, regions, rings, moves: _ } = self;
+        let first = [owner, features, protocol, log, log_fd, channel].into_iter().flatten();
+        let kept = first.chain(rings.iter().flat_map(RingSettled::all)).map(Message::copy);
+        let added = regions.iter().map(|(region, fd)| added(region, fd));
+        kept.chain(added).collect()
     }
 
     /// Tells another worker process. The socket has no other replies under way.
@@ -125,17 +153,15 @@ impl Settled {
         for message in first.iter().chain([&self.protocol, &self.owner, &self.features].into_iter().flatten()) {
             message.send(&socket)?;
         }
-        let (table, added) = self.regions.split_at(self.regions.len().min(TABLE));
-        let copy = |fd: &OwnedFd| fd.try_clone();
+        let (table, rest) = self.regions.split_at(self.regions.len().min(TABLE));
         if !table.is_empty() {
             let mut body = (table.len() as u64).to_ne_bytes().to_vec();
             table.iter().for_each(|(region, _)| body.extend(region));
-            let fds = table.iter().map(|(_, fd)| copy(fd)).collect::<io::Result<_>>()?;
+            let fds = table.iter().map(|(_, fd)| fd.try_clone()).collect::<io::Result<_>>()?;
             Message::new(SET_MEM_TABLE, body, fds).send(&socket)?;
         }
-        for (region, fd) in added {
-            let body = [&[0; 8], &region[..]].concat();
-            Message::new(ADD_MEM_REG, body, vec![copy(fd)?]).send(&socket)?;
+        for (region, fd) in rest {
+            added(region, fd)?.send(&socket)?;
         }
         for message in [&self.log_fd, &self.log, &self.channel].into_iter().flatten() {
             message.send(&socket)?;
@@ -156,6 +182,10 @@ impl Settled {
         }
         Ok(())
     }
+}
+
+fn added(region: &[u8], fd: &OwnedFd) -> io::Result<Message> {
+    Ok(Message::new(ADD_MEM_REG, [&[0; 8], region].concat(), vec![fd.try_clone()?]))
 }
 
 #[cfg(test)]
@@ -192,9 +222,34 @@ mod tests {
         }
         settled.note(Message::new(REM_MEM_REG, [vec![0; 8], region(1)].concat(), vec![null()]), None);
         assert_eq!(settled.descriptors().count(), 10);
-        let told = told(&settled);
-        assert_eq!(told.iter().filter(|request| **request == ADD_MEM_REG).count(), 2);
-        assert_eq!(told.iter().filter(|request| **request == SET_MEM_TABLE).count(), 1);
+        let all = told(&settled);
+        assert_eq!(all.iter().filter(|request| **request == ADD_MEM_REG).count(), 2);
+        assert_eq!(all.iter().filter(|request| **request == SET_MEM_TABLE).count(), 1);
+        let mut copy = Settled::default();
+        settled.messages().unwrap().into_iter().for_each(|message| copy.note(message, None));
+        assert_eq!(told(&copy), all);
+    }
+
+    #[test]
+    fn a_migration_is_seen() {
+        let mut settled = Settled::default();
+        let features = |bits: u64| Message::new(SET_FEATURES, bits.to_ne_bytes().into(), Vec::new());
+        let log = Message::new(SET_LOG_BASE, vec![0; 16], vec![null()]);
+        // Some frontends may set the bit before there is a log.
+        settled.note(features(LOG_ALL | 1), None);
+        assert!(!settled.migrates());
+        settled.note(log, None);
+        assert!(settled.migrates());
+        settled.note(features(1), None);
+        assert!(!settled.migrates());
+        let state = |request| Message::new(request, vec![0; 8], Vec::new());
+        for (ended, failed) in [(CHECK_DEVICE_STATE, 0), (SET_VRING_KICK, 0), (CHECK_DEVICE_STATE, 1)] {
+            let reply = Message::new(SET_DEVICE_STATE_FD, vec![failed, 1, 0, 0, 0, 0, 0, 0], Vec::new());
+            settled.note(state(SET_DEVICE_STATE_FD), Some(&reply));
+            assert_eq!(settled.migrates(), failed == 0);
+            settled.note(state(ended), None);
+            assert!(!settled.migrates());
+        }
     }
 
     #[test]
