@@ -58,18 +58,28 @@ impl Daemon {
     }
 }
 
-/// The daemons with --control-path that this user can see, by process ID.
-pub fn all(proc: &Path) -> Vec<Daemon> {
+/// The command lines of all daemons, by process ID.
+fn lines(proc: &Path) -> BTreeMap<u32, Vec<String>> {
     let pids =
         fs::read_dir(proc).into_iter().flatten().flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-    let lines: BTreeMap<u32, Vec<String>> = pids.filter_map(|pid| Some((pid, command_line(proc, pid)?))).collect();
+    let mut lines: BTreeMap<u32, _> = pids.filter_map(|pid| Some((pid, command_line(proc, pid)?))).collect();
+    // A daemon's children have its command line, and other roots.
+    let has_parent = |pid: &u32| parent(proc, *pid).is_some_and(|parent| lines.contains_key(&parent));
+    let children: HashSet<u32> = lines.keys().copied().filter(has_parent).collect();
+    lines.retain(|pid, _| !children.contains(pid));
+    lines
+}
+
+/// The process IDs of all daemons.
+pub fn pids(proc: &Path) -> Vec<u32> {
+    lines(proc).into_keys().collect()
+}
+
+/// The daemons with --control-path that this user can see, by process ID.
+pub fn all(proc: &Path) -> Vec<Daemon> {
     let mut seen = HashSet::new();
-    let found = lines.iter().filter_map(|(&pid, line)| {
-        // A daemon's children have its command line, and other roots.
-        if parent(proc, pid).is_some_and(|parent| lines.contains_key(&parent)) {
-            return None;
-        }
-        let socket = place(&proc.join(pid.to_string()), control_path(line)?)?;
+    let found = lines(proc).into_iter().filter_map(|(pid, line)| {
+        let socket = place(&proc.join(pid.to_string()), control_path(&line)?)?;
         let meta = fs::metadata(&socket).ok()?;
         seen.insert((meta.dev(), meta.ino())).then_some(Daemon { pid, socket })
     });

@@ -1,5 +1,5 @@
 //! `thruway`, the command that people type: it checks a host, prints what to run, starts a daemon and its virtual
-//! machine together, and shows what daemons do.
+//! machine together, shows what daemons do, and upgrades them.
 
 mod check;
 mod command;
@@ -8,6 +8,7 @@ mod man;
 mod qemu;
 mod run;
 mod top;
+mod upgrade;
 mod vm;
 
 use std::path::PathBuf;
@@ -42,6 +43,9 @@ enum Command {
     /// Show what all daemons of this host do: requests, latency, cache and mappings
     Top(top::TopOptions),
 
+    /// Have a supervised daemon, or all of them, become the program that is installed now; guests only see a delay
+    Upgrade(upgrade::Options),
+
     #[command(hide = true)]
     EnterSandbox { dir: PathBuf },
 
@@ -67,6 +71,7 @@ fn main() -> ExitCode {
         Command::Run(options) => run::run(&options),
         Command::Status(options) => top::status(&options),
         Command::Top(options) => top::top(&options),
+        Command::Upgrade(options) => upgrade::run(&options),
         Command::EnterSandbox { dir } => return check::enter_sandbox(dir),
         Command::Completions { shell, program } => man::completions(shell, program),
         Command::Man { dir } => man::man(&dir),
