@@ -178,9 +178,13 @@ deb_package() {
     session_ended deb
     [[ $(head -n 1 "$work/deb/share/mapped") == guest ]] || fail 'the window did not reach the file'
 
-    # With a share in use.
-    enable_share deb ''
+    # With a share in use. An update of the package reaches a supervised daemon.
+    enable_share deb '--supervise'
     in_machine deb systemctl start thruwayd@data.service
+    in_machine deb dpkg --install /tmp/thruway.deb || fail 'dpkg does not install the package again'
+    in_machine deb journalctl --quiet --output=cat --unit=thruwayd@data.service >"$work/deb/daemon.log"
+    grep -q 'upgraded from version' "$work/deb/daemon.log" || fail "the daemon was not upgraded: $(cat "$work/deb/daemon.log")"
+    [[ $(in_machine deb systemctl is-active thruwayd@data.service) == active ]] || fail 'the upgraded daemon has ended'
     in_machine deb dpkg --purge thruway || fail 'dpkg does not remove the package'
     nothing_left deb
     stop_systemd deb
