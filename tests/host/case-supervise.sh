@@ -1,8 +1,12 @@
 # shellcheck shell=bash disable=SC2154  # lib.sh sets them
-# Workers that are killed under a guest (--supervise).
+# Workers that are killed under a guest, and daemons that upgrade (--supervise).
 
-# worker PID: prints the worker of this supervised daemon, if there is one.
-worker() { family "$1" 2>/dev/null | sed -n 3p; }
+# worker PID: prints the worker of this supervised daemon, if there is one: its only grandchild.
+worker() {
+    local children child
+    read -ra children < <(cat "/proc/$1"/task/*/children | tr '\n' ' ') || true
+    for child in "${children[@]}"; do cat "/proc/$child"/task/*/children; done 2>/dev/null | tr -d ' '
+}
 
 # survives KIND KILLS DAEMON-ARGUMENT...: kills so many workers at random moments of a guest's work, in three ways.
 survives() {
@@ -42,6 +46,43 @@ case_survive_always() { survives uml "$(pick 60 400)" --cache=always; }
 case_survive_never() { survives uml "$(pick 30 400)" --cache=never --inode-file-handles=never; }
 case_survive_writeback() { survives uml "$(pick 30 400)" --writeback; }
 case_survive_qemu() { survives qemu "$(pick 30 400)" --cache=auto; }
+
+# Upgrades go back and forth between two copies of the daemon, and workers are killed between them.
+case_upgrade() {
+    local pid upgrades found
+    make_fast_share share
+    cp "${THRUWAY_DAEMON%% *}" "$work/thruwayd"
+    cp "${THRUWAY_DAEMON%% *}" "$work/other"
+    daemon_command=$work/thruwayd start_daemon s "$work/share" --supervise --xattr --posix-lock --flock
+    "$boot" --kind uml --log-dir "$work/survive.logs" --fs "s=$work/sockets/s" --ro-dir "$guest_dir" \
+        "$guest_dir/survive.sh" >"$work/out" 2>&1 &
+    pid=$!
+    # 300 s: the boot, under emulation on a busy machine.
+    wait_line "$work/out" '^(started|FAILED)' 300 "$pid"
+    for ((upgrades = 1; upgrades <= $(pick 20 100); upgrades++)); do
+        sleep "0.$((RANDOM % 9))$((RANDOM % 10))"
+        mv "$work/thruwayd" "$work/third" && mv "$work/other" "$work/thruwayd" && mv "$work/third" "$work/other"
+        kill -USR2 "$daemon_pid"
+        # 60 s: it takes milliseconds.
+        for ((found = 0; found < 6000; found++)); do
+            (($(grep -c 'upgraded from version' "$work/daemons.logs/daemon-s.log") < upgrades)) || break
+            sleep 0.01
+        done
+        ((found < 6000)) || fail "upgrade $upgrades does not come to an end"
+        [[ $work/thruwayd -ef /proc/$daemon_pid/exe ]] || sleep 1
+        [[ $work/thruwayd -ef /proc/$daemon_pid/exe ]] || fail "after upgrade $upgrades another program runs"
+        if ((RANDOM % 4 == 0)); then kill -KILL "$(worker "$daemon_pid")"; fi
+    done
+    touch "$work/share/STOP"
+    wait "$pid" || { cat "$work/out" && fail 'the guest noticed an upgrade'; }
+    cat "$work/out"
+    grep -q '^ok: [0-9]* rounds' "$work/out" || fail 'fio did not end'
+    (($(grep -c '^ok: [0-9]* steps' "$work/out") == 2)) || fail 'the model did not end'
+    note "$((upgrades - 1)) upgrades: $(grep '^ok' "$work/out" | tr '\n' ';')"
+    note "ms: $(sed -n 's/.*requests waited for \(.*\) ms/\1/p' "$work/daemons.logs/daemon-s.log" | sort -n | tr '\n' ' ')"
+    logs_are_clean "$work/daemons.logs" 'another one goes on'
+    logs_are_clean "$work/survive.logs"
+}
 
 # pjdfstest tries some 400 results of calls, of which most must not happen twice.
 case_survive_pjdfstest() {
