@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
-use super::RANGE;
-use super::frontend::{CachedFile, Closing, DAX, Mapping, ProxyFiles, Shared, Source};
+use super::frontend::{CachedFile, Closing, Mapping, ProxyFiles, Shared, Source};
 use super::jobs::{DaxJob, DaxMapping, Jobs, NodeJob};
+use super::layout::{DAX, RANGE};
 use super::proxy::{Kind, errno};
 use super::reservation::{Reservations, Stores, has_hole};
 use super::turn::{MayWait, Slow, Turn};

@@ -12,7 +12,7 @@ use dashmap::{DashMap, DashSet};
 use parking_lot::{Condvar, Mutex};
 use rustix::io::Errno;
 
-use super::RANGE;
+use super::layout::{DAX, RANGE};
 use super::proxy::{Event, Kind, Opened, Proxy, errno};
 use super::reservation::Reservations;
 use super::sys;
@@ -25,13 +25,6 @@ const COMMIT: Duration = Duration::from_millis(250);
 
 /// How often to check whether a stopped device runs again.
 const STOPPED: Duration = Duration::from_millis(2);
-
-/// The region of the DAX window (VIRTIO 1.3, section 5.11.6.4).
-pub const DAX: u8 = 0;
-/// The region of whole files (docs/protocol.md).
-pub const WHOLE_FILES: u8 = 1;
-/// The region of the backing table (docs/protocol.md).
-pub const TABLE: u8 = 2;
 
 /// A mapping of a file into a region, as the frontend knows it. Offsets and lengths are in bytes.
 #[derive(Clone, Copy, Debug)]

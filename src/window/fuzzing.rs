@@ -3,11 +3,11 @@
 use std::time::{Duration, Instant};
 
 use super::jobs::Job;
-use super::mtime::Touch;
+use super::passthrough::Touch;
 use super::proxy::Event;
 use super::*;
 
-pub use super::table::{Change, Entry, EntryState, Line, Table};
+pub use super::passthrough::table::{Change, Entry, EntryState, Line, Table};
 
 /// A window whose mapper takes a turn only when it is told to.
 pub struct Harness {

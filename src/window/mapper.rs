@@ -14,8 +14,8 @@ use parking_lot::Mutex;
 use super::dax::Dax;
 use super::frontend::Shared;
 use super::jobs::{Job, Jobs};
+use super::passthrough::Slots;
 use super::proxy::Event;
-use super::slots::Slots;
 use super::turn::{MayWait, Turn};
 
 pub struct Mapper {

@@ -4,21 +4,18 @@
 //! the mapper (`mapper`, `dax`) has the frontend put it there. What is mapped is never the file itself but its proxy
 //! file on a private mount ([`proxy`]).
 //!
-//! Regions 1 and 2 belong to window passthrough (docs/protocol.md): whole files (`slots`), and a table that says where
-//! they are (`table`). [`Passthrough`] is the file system's side of it.
+//! Regions 1 and 2 belong to window passthrough (docs/protocol.md): whole files, and a table that says where they are
+//! (`passthrough`). [`Passthrough`] is the file system's side of it.
 
-mod allocator;
 mod dax;
 mod frontend;
 mod jobs;
+mod layout;
 mod mapper;
-mod mtime;
 mod passthrough;
 pub mod proxy;
 mod reservation;
-mod slots;
 mod sys;
-mod table;
 #[cfg(test)]
 mod tests;
 mod turn;
@@ -36,24 +33,17 @@ use rustix::io::Errno;
 
 use crate::fuse::ops::{Answer, Result};
 use dax::Dax;
-use frontend::{DAX, Shared, WHOLE_FILES};
+use frontend::Shared;
 pub use frontend::{Facts, Frontend, Mapping, ProxyFiles, Source};
 pub use jobs::DaxMapping;
 use jobs::{DaxJob, Job, Jobs};
+use layout::{DAX, WHOLE_FILES};
+pub use layout::{RANGE, RANGE_SHIFT};
 use mapper::Mapper;
-use mtime::touch;
-pub use passthrough::{MIN_SIZE, PATIENCE, Passthrough, Settings, Writable};
+pub use passthrough::{Entry, EntryState, MIN_SIZE, PATIENCE, Passthrough, Settings, Writable};
+use passthrough::{Slots, TABLE_LEN, touch};
 pub use reservation::Stores;
-use slots::Slots;
-pub use table::{Entry, EntryState};
 use turn::{MayWait, Slow};
-
-/// log2 of [`RANGE`], as FUSE_INIT's map_alignment has it.
-pub const RANGE_SHIFT: u16 = 21;
-
-/// Bytes of a mapping in the DAX window: a Linux guest always asks for as many (FUSE_DAX_SZ of fs/fuse/dax.c). Every
-/// mapping must be aligned to it, so that there are never more mappings than the window has ranges.
-pub const RANGE: u64 = 1 << RANGE_SHIFT;
 
 /// The shared memory regions of one device.
 pub struct Window {
@@ -91,7 +81,7 @@ impl Window {
     /// Sizes of the regions in bytes, by id. The frontend that asks will map.
     pub fn announce(&self) -> Vec<u64> {
         self.shared.announced.store(true, Ordering::Release);
-        let more = self.passthrough.iter().flat_map(|passthrough| [passthrough.size(), table::LEN]);
+        let more = self.passthrough.iter().flat_map(|passthrough| [passthrough.size(), TABLE_LEN]);
         [self.size].into_iter().chain(more).collect()
     }
 

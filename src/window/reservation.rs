@@ -10,7 +10,8 @@ use parking_lot::Mutex;
 use rustix::fs::{FallocateFlags, SeekFrom, fallocate, fstat, fstatfs, seek};
 use rustix::io::{Errno, retry_on_intr};
 
-use super::{RANGE, sys};
+use super::layout::RANGE;
+use super::sys;
 use crate::fuse::ops::Result;
 
 /// Where a file system puts a store to a page that already has blocks.

@@ -12,7 +12,8 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 use parking_lot::Mutex;
 use vm_memory::{Bytes, VolatileMemory};
 
-use super::mtime::Touch;
+use super::layout::*;
+use super::passthrough::Touch;
 use super::proxy::{Event, Kind, Opened};
 use super::*;
 
@@ -420,7 +421,7 @@ impl Stepped {
         rig.window.connect(Arc::new(FakeFrontend(taken.clone(), made.clone())));
         rig.window.announce();
         let table = std::fs::File::from(rig.table().file().unwrap().try_clone_to_owned().unwrap());
-        let guest = vm_memory::mmap::MmapRegion::from_file(vm_memory::FileOffset::new(table, 0), table::LEN as usize);
+        let guest = vm_memory::mmap::MmapRegion::from_file(vm_memory::FileOffset::new(table, 0), TABLE_LEN as usize);
         let mut stepped = Self { rig, taken, made, guest: Arc::new(guest.unwrap()) };
         stepped.start();
         stepped

@@ -10,12 +10,13 @@ use rustix::io::Errno;
 
 use super::{FULL, Held, LATER, Need, OPENING, Opening, Slot, Slots, TOO_LONG, Victims, Wanting, shortest};
 use crate::fuse::ops::Result;
-use crate::window::frontend::{CachedFile, Mapping, ProxyFiles, Source, WHOLE_FILES};
+use crate::window::frontend::{CachedFile, Mapping, ProxyFiles, Source};
 use crate::window::jobs::{EntryJob, SlotJob};
+use crate::window::layout::WHOLE_FILES;
 use crate::window::passthrough::Passthrough;
+use crate::window::passthrough::table::{EntryState, Filled};
 use crate::window::proxy::{Kind, errno};
 use crate::window::reservation::Stores;
-use crate::window::table::{EntryState, Filled};
 use crate::window::turn::{MayWait, Turn};
 
 impl Turn<'_, Slots> {

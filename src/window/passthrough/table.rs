@@ -13,8 +13,8 @@ use rustix::param::page_size;
 use vm_memory::mmap::MmapRegion;
 use vm_memory::{AtomicAccess, Bytes, FileOffset, VolatileMemory};
 
-use super::RANGE;
 use crate::limits::TABLE_ENTRIES;
+use crate::window::layout::RANGE;
 
 /// Bytes of region 2: the least that leaves a multiple of 2 MiB for region 1.
 pub const LEN: u64 = RANGE;

@@ -12,15 +12,15 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
+use super::Passthrough;
 use super::allocator::RangeAllocator;
-use super::frontend::{CachedFile, Closing, Mapping, ProxyFiles, Shared, Source, TABLE, WHOLE_FILES};
-use super::jobs::{EntryJob, SlotJob};
-use super::passthrough::Passthrough;
-use super::table::{Change, EntryState};
-use super::turn::Slow;
-use super::{RANGE, table};
+use super::table::{self, Change, EntryState};
 use crate::fuse::ops::Result;
 use crate::limits::FILE_MAPPINGS;
+use crate::window::frontend::{CachedFile, Closing, Mapping, ProxyFiles, Shared, Source};
+use crate::window::jobs::{EntryJob, SlotJob};
+use crate::window::layout::{RANGE, TABLE, WHOLE_FILES};
+use crate::window::turn::Slow;
 
 /// How often to look for acknowledgements while one is missing: a host process or a file that needs a longer slot waits
 /// for it. After [`STUCK`] they are what nobody waits for.

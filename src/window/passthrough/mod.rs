@@ -1,6 +1,11 @@
 //! Which nodes are open with passthrough, and how large their files are. The file system calls this. The mapper
 //! (`slots`) does what needs messages to the frontend.
 
+mod allocator;
+mod mtime;
+mod slots;
+pub(super) mod table;
+
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -15,12 +20,15 @@ use rustix::io::Errno;
 
 use super::frontend::Source;
 use super::jobs::{EntryJob, Jobs, SlotJob};
-use super::mtime::{DeferredMtime, Touch};
 use super::reservation::{Stores, hole};
 use super::sys;
-use super::table::{Change, EntryState, Filled, LEN, Line, Look, Table};
 use crate::fuse::ops::{Answer, Result};
 use crate::limits::TABLE_ENTRIES;
+use mtime::DeferredMtime;
+pub use mtime::{Touch, touch};
+pub use slots::Slots;
+use table::{Change, Filled, LEN, Line, Look, Table};
+pub use table::{Entry, EntryState, LEN as TABLE_LEN};
 
 /// For which files the guest may store in place (`--passthrough-writable`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
@@ -61,11 +69,11 @@ pub const MIN_SIZE: u64 = 2 * LEN;
 /// The state of window passthrough, for the file system and the mapper.
 pub struct Passthrough {
     pub(super) table: Table,
-    pub(super) settings: Settings,
+    settings: Settings,
     /// The guest has the table.
     on: AtomicBool,
-    pub(super) nodes: Mutex<Nodes>,
-    pub(super) times: Arc<DeferredMtime>,
+    nodes: Mutex<Nodes>,
+    times: Arc<DeferredMtime>,
     jobs: Arc<Jobs>,
 }
 
@@ -73,7 +81,7 @@ pub struct Passthrough {
 pub struct Holes(u32, u64);
 
 /// Lock rule: before a line of the table; no system call and no call to the frontend while it is held.
-pub(super) struct Nodes {
+struct Nodes {
     /// Number of the session. What the mapper does for an earlier one is undone.
     pub session: u64,
     known: HashMap<u64, Node>,
@@ -169,7 +177,7 @@ impl Passthrough {
         self.jobs.send(SlotJob::Start { session, answer });
     }
 
-    pub(super) fn started(&self, session: u64) {
+    fn started(&self, session: u64) {
         self.on.store(self.nodes.lock().session == session, Ordering::Release);
     }
 
@@ -254,7 +262,7 @@ impl Passthrough {
     }
 
     /// The mapper has mapped a node's file, or could not. `false` if the mapping is no longer wanted.
-    pub(super) fn decide(&self, session: u64, node: u64, index: u32, mapped: bool) -> bool {
+    fn decide(&self, session: u64, node: u64, index: u32, mapped: bool) -> bool {
         let mut nodes = self.nodes.lock();
         if nodes.session != session {
             return false;
@@ -295,7 +303,7 @@ impl Passthrough {
     ///
     /// # Errors
     /// EAGAIN if there is more to do; ENOSPC.
-    pub(super) fn fill(&self, index: u32, file: BorrowedFd) -> Result<Filled> {
+    fn fill(&self, index: u32, file: BorrowedFd) -> Result<Filled> {
         let look = self.table.look(index);
         let (st, stores) = (fstat(file)?, Stores::of(file)?);
         let size = st.st_size as u64;
@@ -324,7 +332,7 @@ impl Passthrough {
     /// # Errors
     /// EOPNOTSUPP if it may not, or if a load from a hole would take memory, which may be short; EAGAIN if there is no
     /// slot.
-    pub(super) fn live(&self, index: u32, file: BorrowedFd, filled: Option<Filled>, stores: bool) -> Result<()> {
+    fn live(&self, index: u32, file: BorrowedFd, filled: Option<Filled>, stores: bool) -> Result<()> {
         let look = self.table.look(index);
         let st = fstat(file)?;
         let size = st.st_size as u64;
@@ -362,12 +370,12 @@ impl Passthrough {
 
     /// Whether the guest may ever store to a file of its file system in place. `guarded`: nobody makes it share blocks
     /// unnoticed.
-    pub(super) fn permits(&self, file: BorrowedFd, guarded: bool) -> Result<bool> {
+    fn permits(&self, file: BorrowedFd, guarded: bool) -> Result<bool> {
         Ok(self.settings.writable == Writable::Always || Stores::of(file)?.in_place(guarded))
     }
 
     /// Whether the guest may store to the file in place, as far as a quick look tells. [`live`](Self::live) decides.
-    pub(super) fn seems_whole(&self, file: BorrowedFd) -> Result<bool> {
+    fn seems_whole(&self, file: BorrowedFd) -> Result<bool> {
         let st = fstat(file)?;
         let size = st.st_size as u64;
         if self.settings.writable == Writable::InPlace && Stores::of(file)? == Stores::Memory {
@@ -510,7 +518,7 @@ impl Passthrough {
     }
 
     /// Notes that an entry's file must get the present time, if the guest has stored to it.
-    pub(super) fn note_stores(&self, index: u32, node: u64) {
+    fn note_stores(&self, index: u32, node: u64) {
         self.table.stored(index, node, |file| self.times.owe(node, file));
     }
 
@@ -520,12 +528,12 @@ impl Passthrough {
         self.index(node).map(|index| self.holes(index))
     }
 
-    pub(super) fn holes(&self, index: u32) -> Holes {
+    fn holes(&self, index: u32) -> Holes {
         Holes(index, self.table.update(index, |line| line.holes))
     }
 
     /// The first byte of an entry's file for which a store may have to find room.
-    pub(super) fn first_hole(&self, index: u32) -> u64 {
+    fn first_hole(&self, index: u32) -> u64 {
         self.table.update(index, |line| line.hole)
     }
 
@@ -612,7 +620,7 @@ impl Passthrough {
     }
 
     /// Others have changed the file of an entry: its size may be another, and there may be holes.
-    pub(super) fn look(&self, index: u32, file: BorrowedFd) {
+    fn look(&self, index: u32, file: BorrowedFd) {
         let held = self.table.look(index);
         let Ok(st) = fstat(file) else { return };
         let Ok(old) = held.update(|line| line.entry().size) else { return };
@@ -718,11 +726,11 @@ impl Passthrough {
         }
     }
 
-    pub(super) fn send(&self, job: SlotJob) {
+    fn send(&self, job: SlotJob) {
         self.jobs.send(job);
     }
 
-    pub(super) fn jobs(&self) -> &Jobs {
+    fn jobs(&self) -> &Jobs {
         &self.jobs
     }
 }
@@ -771,10 +779,10 @@ mod tests {
 
     use rustix::fs::{FallocateFlags, fallocate};
 
+    use super::touch;
     use super::*;
     use crate::limits::WINDOW_JOBS;
     use crate::window::RANGE;
-    use crate::window::mtime::touch;
 
     const NODE: u64 = 7;
     const INDEX: u32 = 1;
