@@ -1,5 +1,6 @@
 //! Both windows, with a guest, a host that changes files, and a frontend that records mappings. Each live entry of the
-//! table must be mapped where it says, and no store there may fail.
+//! table must be mapped where it says, and no store there may fail. While a worker opens a file, others go on. At the end
+//! the guest closes all files, and no slot and no entry may be left.
 #![no_main]
 
 use std::cell::RefCell;
@@ -7,6 +8,7 @@ use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex};
+use std::task::Poll;
 
 use libfuzzer_sys::fuzz_target;
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, fstat, ftruncate, memfd_create};
@@ -25,6 +27,8 @@ const PASSTHROUGH: u64 = 12 * RANGE;
 /// Offset of the guest's words in the table, of which an acknowledgement is the first.
 const ACKS: usize = 4096 * 64;
 const LEN: usize = 2 << 20;
+/// The entries that a node can have.
+const ENTRIES: usize = 4095;
 /// The entries that the daemon uses first.
 const INDICES: std::ops::Range<u32> = 4084..4096;
 
@@ -101,12 +105,54 @@ impl Frontend for Vmm {
     }
 }
 
+/// What others do, with the number of a proxy file that a worker opens.
+type Others = Box<dyn FnOnce(u64)>;
+
+thread_local! {
+    /// Runs once, while a worker opens the proxy file with this number.
+    static MEANWHILE: RefCell<Option<Others>> = const { RefCell::new(None) };
+}
+
+/// What the guest knows of its opens, by node.
+#[derive(Default)]
+struct Opens {
+    counts: [u32; NODES as usize],
+    /// How often the guest has closed the last of them.
+    ends: [u32; NODES as usize],
+    /// The entry that the present ones have, once that is decided.
+    given: [Option<Option<u32>>; NODES as usize],
+}
+
+impl Opens {
+    /// The daemon has answered an open that was made after so many ends.
+    fn answered(&mut self, at: usize, ends: u32, index: Option<u32>) {
+        if ends == self.ends[at] && self.counts[at] > 0 {
+            assert_eq!(*self.given[at].get_or_insert(index), index, "two opens of node {} differ", at + 1);
+        }
+    }
+
+    fn release(&mut self, at: usize) {
+        self.counts[at] = self.counts[at].saturating_sub(1);
+        if self.counts[at] == 0 {
+            self.ends[at] += 1;
+            self.given[at] = None;
+        }
+    }
+
+    /// The session is over.
+    fn end(&mut self) {
+        (self.counts, self.given) = Default::default();
+        self.ends.iter_mut().for_each(|ends| *ends += 1);
+    }
+}
+
 struct Files(Arc<Standings>, Vec<OwnedFd>);
 
 impl ProxyFiles for Files {
     fn open(&self, id: u64, kind: Kind, real: BorrowedFd) -> io::Result<Opened> {
         let ino = fstat(real)?.st_ino;
         let node = self.1.iter().position(|file| fstat(file).unwrap().st_ino == ino).unwrap() as u64 + 1;
+        MEANWHILE.take().into_iter().for_each(|run| run(id));
         let fd = real.try_clone_to_owned()?;
         self.0.0.lock().unwrap().insert(fd.as_raw_fd(), Standing { id, node, kind });
         Ok(Opened { fd, guarded: true })
@@ -135,7 +181,8 @@ impl Source for OneFile {
 }
 
 struct Kept {
-    rig: Harness,
+    rig: Arc<Harness>,
+    opens: Arc<Mutex<Opens>>,
     mapped: Arc<Mapped>,
     files: Arc<Files>,
     /// The guest's view of the table.
@@ -147,14 +194,14 @@ impl Kept {
         let made = (0..NODES).map(|_| memfd_create("file", MemfdFlags::CLOEXEC).unwrap()).collect();
         let files = Arc::new(Files(Arc::default(), made));
         let settings = Settings { size: PASSTHROUGH, slots: SLOTS, writable: Writable::InPlace, patience: PATIENCE };
-        let rig = Harness::new(DAX, settings, files.clone()).unwrap();
+        let rig = Arc::new(Harness::new(DAX, settings, files.clone()).unwrap());
         let mapped: Arc<Mapped> = Arc::default();
         let file = rig.table().file().unwrap();
         // SAFETY: the kernel chooses the address.
         let table = unsafe {
             mmap(std::ptr::null_mut(), LEN, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, file, 0).unwrap()
         };
-        Self { rig, mapped, files, table: table.cast() }
+        Self { rig, opens: Arc::default(), mapped, files, table: table.cast() }
     }
 
     fn file(&self, node: u64) -> &OwnedFd {
@@ -198,6 +245,64 @@ impl Kept {
         assert_eq!(on.take(), Some(Ok(())));
     }
 
+    /// The guest lets go of all slots, closes all files and forgets them.
+    fn close_all(&mut self) {
+        *self.mapped.1.lock().unwrap() = 0;
+        self.acknowledge_all();
+        self.drain();
+        let pass = self.rig.pass();
+        for node in 1..=NODES {
+            let count = self.opens.lock().unwrap().counts[(node - 1) as usize];
+            (0..count).for_each(|_| pass.release(node));
+            pass.forget(node);
+        }
+        self.opens.lock().unwrap().end();
+        self.drain();
+        assert_eq!(self.rig.free_entries(), ENTRIES, "an entry of no node is not free");
+        assert_eq!(self.rig.live()[1], 0, "a slot of no node");
+        if self.rig.pass().is_on() {
+            assert_eq!(self.rig.window.entries(), [], "an entry that the guest has closed");
+        }
+    }
+
+    fn acknowledge_all(&self) {
+        INDICES.for_each(|index| self.acknowledge(index, self.rig.table().entry(index).generation));
+    }
+
+    /// While a worker opens the next file, the guest and the host do something to it or to a node's file, and the
+    /// mapper's thread goes on.
+    fn meanwhile(&self, what: u8, node: u64) {
+        let (rig, opens) = (self.rig.clone(), self.opens.clone());
+        let release = move |rig: &Harness| {
+            rig.pass().release(node);
+            opens.lock().unwrap().release((node - 1) as usize);
+        };
+        let opens = self.opens.clone();
+        let run = move |id| {
+            match what % 6 {
+                0 => release(&rig),
+                1 => {
+                    release(&rig);
+                    rig.pass().forget(node);
+                }
+                2 => rig.event(Event::Revoke(id)),
+                3 => {
+                    rig.event(Event::Revoke(id));
+                    release(&rig);
+                }
+                4 => rig.pass().missed(node),
+                _ => {
+                    rig.window.reset();
+                    opens.lock().unwrap().end();
+                }
+            }
+            if what < 128 {
+                rig.thread_turns();
+            }
+        };
+        MEANWHILE.set(Some(Box::new(run)));
+    }
+
     fn drain(&mut self) {
         while self.rig.turn() {}
     }
@@ -208,7 +313,13 @@ impl Kept {
         let count = |region| mapped.keys().filter(|place| place.0 == region).count();
         assert_eq!(self.rig.live(), [0, 1, 2].map(count), "the count of live mappings");
         assert!(count(1) <= SLOTS, "more slots than allowed");
-        for index in INDICES {
+        for (at, index) in self.opens.lock().unwrap().given.iter().enumerate() {
+            if let Some(index) = index.flatten() {
+                assert_eq!(self.rig.table().entry(index).nodeid, at as u64 + 1, "an open has another node's entry");
+            }
+        }
+        // Between two sessions the table may have entries of the last one.
+        for index in INDICES.filter(|_| self.rig.pass().is_on()) {
             let entry = self.rig.table().entry(index);
             if !entry.state.is_live() {
                 continue;
@@ -274,7 +385,8 @@ fuzz_target!(|bytes: &[u8]| {
     KEPT.with_borrow_mut(|kept| {
         kept.begin();
         let mut told = [true; NODES as usize];
-        let mut asked: Vec<Answered<Option<u32>>> = Vec::new();
+        let mut asked: Vec<(usize, u32, Answered<Option<u32>>)> = Vec::new();
+        let opens = kept.opens.clone();
         for _ in 0..48 {
             if input.is_empty() {
                 break;
@@ -288,13 +400,23 @@ fuzz_target!(|bytes: &[u8]| {
             match what % 20 {
                 0 | 1 => {
                     let source = (who & 0x40 == 0).then(|| kept.source(node));
-                    if pass.open(node, kept.file(node).as_fd(), source).is_pending() {
-                        let answer = Answered::default();
-                        pass.decided(node, answer.to());
-                        asked.push(answer);
+                    let opened = pass.open(node, kept.file(node).as_fd(), source);
+                    let mut opens = opens.lock().unwrap();
+                    opens.counts[at] += 1;
+                    let ends = opens.ends[at];
+                    match opened {
+                        Poll::Ready(index) => opens.answered(at, ends, index),
+                        Poll::Pending => {
+                            let answer = Answered::default();
+                            pass.decided(node, answer.to());
+                            asked.push((at, ends, answer));
+                        }
                     }
                 }
-                2 => pass.release(node),
+                2 => {
+                    pass.release(node);
+                    opens.lock().unwrap().release(at);
+                }
                 3 => pass.forget(node),
                 4 => {
                     let append = who & 0x80 != 0;
@@ -366,16 +488,25 @@ fuzz_target!(|bytes: &[u8]| {
                 17 => *kept.mapped.1.lock().unwrap() = who % 3,
                 18 if who & 0xf0 == 0 => {
                     window.reset();
+                    opens.lock().unwrap().end();
                     kept.drain();
                     assert!(kept.mapped.0.lock().unwrap().is_empty());
                     told = [true; NODES as usize];
                     *kept.mapped.1.lock().unwrap() = 0;
                     kept.start();
                 }
+                19 if who & 0xc0 == 0xc0 => kept.meanwhile(input.u8(), node),
                 _ => {
                     kept.rig.turn();
                 }
             }
+            asked.retain(|(at, ends, answer)| match answer.take() {
+                Some(index) => {
+                    index.into_iter().for_each(|index| opens.lock().unwrap().answered(*at, *ends, index));
+                    false
+                }
+                None => true,
+            });
             if what & 0x80 == 0 {
                 kept.drain();
                 kept.check(&told);
@@ -383,8 +514,9 @@ fuzz_target!(|bytes: &[u8]| {
         }
         kept.drain();
         kept.check(&told);
-        assert!(asked.iter().all(|answer| answer.take().is_some()), "an open without a reply");
-        *kept.mapped.1.lock().unwrap() = 0;
+        assert!(asked.iter().all(|(.., answer)| answer.take().is_some()), "an open without a reply");
+        MEANWHILE.take();
+        kept.close_all();
         kept.rig.window.disconnect();
         kept.drain();
         // Without a frontend no mapping is revoked, and none is counted.

@@ -34,12 +34,12 @@ impl Harness {
     }
 
     /// One turn of the mapper: a job, what is due, and what is to be done for that. Whether there was a job.
-    pub fn turn(&mut self) -> bool {
+    pub fn turn(&self) -> bool {
         self.turn_at(Instant::now())
     }
 
     /// The same at another time.
-    pub fn turn_at(&mut self, now: Instant) -> bool {
+    pub fn turn_at(&self, now: Instant) -> bool {
         let job = self.window.jobs.any(false);
         let any = job.is_some();
         job.into_iter().for_each(|job| self.job(job, now));
@@ -51,6 +51,18 @@ impl Harness {
             }
         }
         any
+    }
+
+    /// Does all that the mapper's thread has to do, as while a worker waits for a file.
+    pub fn thread_turns(&self) {
+        loop {
+            let job = self.window.jobs.next(Some(Duration::ZERO));
+            let is_last = job.is_none();
+            self.mapper.turn(job, Instant::now());
+            if is_last {
+                return;
+            }
+        }
     }
 
     fn job(&self, job: Job, now: Instant) {
@@ -85,6 +97,11 @@ impl Harness {
 
     pub fn table(&self) -> &Table {
         &self.pass.table
+    }
+
+    /// How many entries no node has.
+    pub fn free_entries(&self) -> usize {
+        self.pass.free_entries()
     }
 
     pub fn live(&self) -> [usize; 3] {

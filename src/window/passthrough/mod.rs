@@ -456,6 +456,11 @@ impl Passthrough {
         self.index(node).is_some()
     }
 
+    #[cfg(any(fuzzing, test))]
+    pub(super) fn free_entries(&self) -> usize {
+        self.nodes.lock().free.len()
+    }
+
     fn index(&self, node: u64) -> Option<u32> {
         if self.is_on() { self.nodes.lock().known.get(&node).and_then(Node::index) } else { None }
     }
