@@ -196,7 +196,7 @@ impl Kept {
         let settings = Settings { size: PASSTHROUGH, slots: SLOTS, writable: Writable::InPlace, patience: PATIENCE };
         let rig = Arc::new(Harness::new(DAX, settings, files.clone()).unwrap());
         let mapped: Arc<Mapped> = Arc::default();
-        let file = rig.table().file().unwrap();
+        let file = rig.table();
         // SAFETY: the kernel chooses the address.
         let table = unsafe {
             mmap(std::ptr::null_mut(), LEN, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, file, 0).unwrap()
@@ -260,13 +260,11 @@ impl Kept {
         self.drain();
         assert_eq!(self.rig.free_entries(), ENTRIES, "an entry of no node is not free");
         assert_eq!(self.rig.live()[1], 0, "a slot of no node");
-        if self.rig.pass().is_on() {
-            assert_eq!(self.rig.window.entries(), [], "an entry that the guest has closed");
-        }
+        assert_eq!(self.rig.window.entries(), [], "an entry that the guest has closed");
     }
 
     fn acknowledge_all(&self) {
-        INDICES.for_each(|index| self.acknowledge(index, self.rig.table().entry(index).generation));
+        INDICES.for_each(|index| self.acknowledge(index, self.rig.record(index).generation));
     }
 
     /// While a worker opens the next file, the guest and the host do something to it or to a node's file, and the
@@ -315,12 +313,11 @@ impl Kept {
         assert!(count(1) <= SLOTS, "more slots than allowed");
         for (at, index) in self.opens.lock().unwrap().given.iter().enumerate() {
             if let Some(index) = index.flatten() {
-                assert_eq!(self.rig.table().entry(index).nodeid, at as u64 + 1, "an open has another node's entry");
+                assert_eq!(self.rig.record(index).nodeid, at as u64 + 1, "an open has another node's entry");
             }
         }
-        // Between two sessions the table may have entries of the last one.
-        for index in INDICES.filter(|_| self.rig.pass().is_on()) {
-            let entry = self.rig.table().entry(index);
+        for index in INDICES {
+            let entry = self.rig.record(index);
             if !entry.state.is_live() {
                 continue;
             }
@@ -461,7 +458,7 @@ fuzz_target!(|bytes: &[u8]| {
                         });
                     }
                 }
-                11 | 12 => kept.acknowledge(index, kept.rig.table().entry(index).generation),
+                11 | 12 => kept.acknowledge(index, kept.rig.record(index).generation),
                 13 => kept.acknowledge(index, input.number() as u32),
                 14 => {
                     let answer = Answered::default();

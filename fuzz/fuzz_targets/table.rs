@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 
 use libfuzzer_sys::fuzz_target;
 use rustix::mm::{MapFlags, ProtFlags, mmap};
-use thruway::window::fuzzing::{Change, Entry, EntryState, Line, Table};
+use thruway::window::fuzzing::{Change, EntryState, Record, Table};
 use thruway_fuzz::Input;
 
 const LEN: usize = 2 << 20;
@@ -23,12 +23,9 @@ const STATES: [(EntryState, u32); 6] = [
     (EntryState::Revoked, 4),
 ];
 
-const CHANGES: [Change; 6] =
-    [Change::Map, Change::AllowStores, Change::BeginRevoke, Change::Revoke, Change::ForceRevoke, Change::Release];
-
 /// Whether the guest may see `after` in place of `before`. A live slot may grow. It is never removed, moved or made
 /// shorter without a revocation.
-fn is_legal(before: Entry, after: Entry) -> bool {
+fn is_legal(before: Record, after: Record) -> bool {
     // Only what the guest could store to is ever lost, when a slot is taken away.
     let forced = before.state == EntryState::Revoking { writable: true } && after.state == EntryState::Revoked;
     let lost = after.lost.wrapping_sub(before.lost);
@@ -55,8 +52,8 @@ struct Kept {
     table: Table,
     /// The guest's mapping of the table.
     guest: *mut u8,
-    /// Entries and acknowledgements, by index.
-    model: Vec<(Entry, u32)>,
+    /// Entries and their sequence numbers, by index.
+    model: Vec<(Record, u32)>,
     revocations: u32,
 }
 
@@ -69,7 +66,7 @@ impl Kept {
             mmap(std::ptr::null_mut(), LEN, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, file, 0).unwrap()
         };
         let mut kept = Self { table, guest: guest.cast(), model: Vec::new(), revocations: 0 };
-        kept.model = (0..ENTRIES).map(|index| (Entry::default(), kept.word(index as usize * 64))).collect();
+        kept.model = (0..ENTRIES).map(|index| (Record::default(), kept.word(index as usize * 64))).collect();
         kept
     }
 
@@ -89,9 +86,9 @@ impl Kept {
         u64::from(self.word(at)) | u64::from(self.word(at + 4)) << 32
     }
 
-    fn seen(&self, index: u32) -> Entry {
+    fn seen(&self, index: u32) -> Record {
         let at = index as usize * 64;
-        Entry {
+        Record {
             state: STATES.into_iter().find(|state| state.1 == self.word(at + 4)).unwrap().0,
             offset: self.long(at + 8),
             length: self.long(at + 16),
@@ -103,15 +100,18 @@ impl Kept {
         }
     }
 
-    fn update<R>(&mut self, index: u32, change: impl FnOnce(&mut Line) -> R) -> R {
+    fn update<R>(&mut self, index: u32, change: impl FnOnce(&mut Record) -> R) -> R {
         let (before, seq) = self.model[index as usize];
-        let result = self.table.update(index, change);
-        let entry = self.table.entry(index);
+        let mut record = *self.table.record(index);
+        let result = change(&mut record);
+        self.table.write(index, &record);
+        let entry = *self.table.record(index);
+        assert_eq!(entry, record);
         assert!(is_legal(before, entry), "{before:?} became {entry:?}");
         let changed = entry != before;
         let seq = if changed { seq.wrapping_add(2) } else { seq };
         self.model[index as usize] = (entry, seq);
-        let is_revoked = |entry: Entry| matches!(entry.state, EntryState::Revoking { .. } | EntryState::Revoked);
+        let is_revoked = |entry: Record| matches!(entry.state, EntryState::Revoking { .. } | EntryState::Revoked);
         if is_revoked(entry) && !is_revoked(before) {
             self.revocations = self.revocations.wrapping_add(1);
             assert_eq!(self.word(24), self.revocations);
@@ -142,40 +142,48 @@ fuzz_target!(|bytes: &[u8]| {
                     kept.put(at + if what & 3 == 0 { usize::from(input.u8() % 16) * 4 } else { 0 }, value);
                     match what & 3 {
                         1 => assert_eq!(kept.table.acknowledged(index), value),
-                        _ => assert_eq!(kept.table.entry(index), kept.model[index as usize].0),
+                        _ => assert_eq!(*kept.table.record(index), kept.model[index as usize].0),
                     }
                 }
                 3 if bytes.len() == 1 => {
                     kept.table.clear();
                     kept.revocations = 0;
                     for (n, (entry, seq)) in kept.model.iter_mut().enumerate() {
-                        *seq = if *entry == Entry::default() { *seq } else { seq.wrapping_add(2) };
-                        *entry = Entry::default();
-                        assert_eq!(kept.table.entry(n as u32), *entry);
+                        *seq = if *entry == Record::default() { *seq } else { seq.wrapping_add(2) };
+                        *entry = Record::default();
+                        assert_eq!(*kept.table.record(n as u32), *entry);
                     }
                     assert_eq!((kept.word(24), kept.word(8), kept.word(20)), (0, 2, ACKS as u32));
                 }
-                4 => {
-                    let slot = (input.number(), input.number());
-                    kept.update(index, |line| line.slot = Some(slot));
+                4 | 5 => {
+                    let (offset, length) = (input.number(), input.number());
+                    let _ = kept.update(index, |record| record.step(Change::Map { offset, length }));
                 }
-                5 => kept.update(index, |line| line.slot = None),
                 6 => {
                     let size = input.number();
-                    kept.update(index, |line| line.set_size(size));
+                    kept.update(index, |record| record.size = size);
                 }
                 7 => {
                     let node = input.number();
-                    kept.update(index, |line| line.set_node(node));
+                    kept.update(index, |record| record.nodeid = node);
                 }
-                8 => kept.update(index, Line::count_change),
+                8 => kept.update(index, |record| record.change = record.change.wrapping_add(1)),
                 9 => {
-                    let len = input.number();
-                    kept.update(index, |line| line.lengthen(len));
+                    let (offset, len) = (kept.model[index as usize].0.offset, input.number());
+                    kept.update(index, |record| record.lengthen(offset, len));
                 }
                 n => {
                     let before = kept.model[index as usize].0;
-                    let done = kept.update(index, |line| line.step(CHANGES[usize::from(n) % 6]));
+                    let map = Change::Map { offset: before.offset, length: before.length };
+                    let change = [
+                        map,
+                        Change::AllowStores,
+                        Change::BeginRevoke,
+                        Change::Revoke,
+                        Change::ForceRevoke,
+                        Change::Release,
+                    ][usize::from(n) % 6];
+                    let done = kept.update(index, |record| record.step(change));
                     assert!(done.is_ok() || kept.model[index as usize].0 == before, "a refused change took effect");
                 }
             }
@@ -183,10 +191,9 @@ fuzz_target!(|bytes: &[u8]| {
         }
         // Free the entries for the next input. Writing an entry overwrites the guest's bytes.
         for index in touched {
-            kept.update(index, |line| {
-                line.step(Change::Release).unwrap();
-                line.count_change();
-                line.slot = None;
+            kept.update(index, |record| {
+                record.step(Change::Release).unwrap();
+                record.change = record.change.wrapping_add(1);
             });
             kept.put(ACKS + 16 * index as usize, 0);
         }

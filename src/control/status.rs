@@ -231,7 +231,7 @@ pub async fn mappings(sources: &Sources) -> Result<Mappings, Refusal> {
         kind: if mapping.through { "through" } else { "cached" }.into(),
     };
     mappings.dax = shown.map_err(|_| busy("has such a request already"))?.into_iter().map(range).collect();
-    let slot = |(index, entry): (u32, crate::window::Entry)| {
+    let slot = |(index, entry): (u32, crate::window::Record)| {
         let state = match entry.state {
             EntryState::Live { .. } => "live",
             EntryState::Revoking { .. } => "revoking",

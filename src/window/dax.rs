@@ -199,7 +199,7 @@ impl Dax {
         let Some(Live { chunk, file }) = self.ranges.get_mut(range).and_then(Option::take) else { return };
         if let Some(file) = file {
             self.shared.unmap(&Mapping::dax(range, file.as_fd(), chunk.from, chunk.writable));
-            self.closing.files.push(file);
+            self.closing.files.push(Slow::new(file));
         }
         self.release(chunk);
         self.let_go(chunk.node);
@@ -250,9 +250,9 @@ impl Dax {
     /// A proxy file is of no use any more.
     fn spent(&mut self, proxy_file: ProxyFile) {
         let ProxyFile { kind, fd, real, writable, .. } = proxy_file;
-        self.closing.files.push(real);
+        self.closing.files.push(Slow::new(real));
         // What may have stores in it is among `copies`.
-        self.closing.files.extend(Some(fd).filter(|_| kind == Kind::Through || !writable));
+        self.closing.files.extend(Some(Slow::new(fd)).filter(|_| kind == Kind::Through || !writable));
     }
 
     /// No Through proxy file is open any more, except as far as it is mapped.
@@ -316,7 +316,7 @@ impl Dax {
             let (chunk, file) = (live.chunk, live.file.take());
             if let Some(file) = file {
                 self.shared.unmap(&Mapping::dax(range, file.as_fd(), chunk.from, chunk.writable));
-                self.closing.files.push(file);
+                self.closing.files.push(Slow::new(file));
             }
         }
         if let Some(revoked) = self.revoked.get_mut(&node) {
@@ -559,7 +559,7 @@ impl Turn<'_, Dax> {
         let file = self.file(want.node)?;
         if let Some(open) = file.cached(want.writable) {
             // Another worker was faster. Nothing was written to this one.
-            self.closing.files.extend([opened.fd, opened.real]);
+            self.closing.files.extend([opened.fd, opened.real].map(Slow::new));
             return Ok(open);
         }
         let before = file.cached.replace(opened.clone());

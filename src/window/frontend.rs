@@ -174,7 +174,7 @@ impl CachedFile {
 #[derive(Default)]
 pub struct Closing {
     /// Through proxy files, and real files. A host process may wait for their end.
-    pub files: Vec<Arc<OwnedFd>>,
+    pub files: Vec<Slow<OwnedFd>>,
     /// Cached proxy files, by nodeid.
     pub copies: Vec<(u64, CachedFile)>,
 }

@@ -1,5 +1,6 @@
 //! For fuzz/: a window without threads.
 
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use super::jobs::Job;
@@ -7,12 +8,13 @@ use super::passthrough::Touch;
 use super::proxy::Event;
 use super::*;
 
-pub use super::passthrough::table::{Change, Entry, EntryState, Line, Table};
+pub use super::passthrough::entry::{Change, EntryState, Record};
+pub use super::passthrough::table::Table;
 
 /// A window whose mapper takes a turn only when it is told to.
 pub struct Harness {
     pub window: Arc<Window>,
-    pass: Arc<Passthrough>,
+    core: Arc<Core>,
     mapper: Arc<Mapper>,
 }
 
@@ -24,13 +26,14 @@ impl Harness {
     /// `touch`: sets the times of a file.
     pub fn with(size: u64, settings: Settings, files: Arc<dyn ProxyFiles>, touch: Touch) -> io::Result<Self> {
         let jobs = Arc::new(Jobs::default());
-        let (shared, pass) = (Arc::new(Shared::default()), Arc::new(Passthrough::new(settings, jobs.clone(), touch)?));
+        let (shared, core) = (Arc::new(Shared::default()), Arc::new(Core::new(settings, jobs.clone(), touch)?));
         let slow = Slow::new(files.clone());
-        let slots = Slots::new(pass.clone(), shared.clone(), slow.clone());
+        let slots = Slots::new(core.clone(), shared.clone(), slow.clone());
         let dax = Dax::new((size / RANGE) as usize, shared.clone(), slow, jobs.clone(), settings.patience);
         let mapper = Arc::new(Mapper::new(jobs.clone(), shared.clone(), dax, Some(slots)));
-        let window = Arc::new(Window { size, passthrough: Some(pass.clone()), jobs, shared, files });
-        Ok(Self { window, pass, mapper })
+        let window =
+            Arc::new(Window { size, passthrough: Some(Arc::new(Passthrough::new(core.clone()))), jobs, shared, files });
+        Ok(Self { window, core, mapper })
     }
 
     /// One turn of the mapper: a job, what is due, and what is to be done for that. Whether there was a job.
@@ -73,6 +76,11 @@ impl Harness {
     }
 
     #[cfg(test)]
+    pub const fn core(&self) -> &Arc<Core> {
+        &self.core
+    }
+
+    #[cfg(test)]
     pub const fn mapper(&self) -> &Arc<Mapper> {
         &self.mapper
     }
@@ -92,16 +100,22 @@ impl Harness {
     }
 
     pub fn pass(&self) -> &Arc<Passthrough> {
-        &self.pass
+        self.window.passthrough.as_ref().expect("there is one")
     }
 
-    pub fn table(&self) -> &Table {
-        &self.pass.table
+    /// What the guest sees of an entry.
+    pub fn record(&self, index: u32) -> Record {
+        *self.core.entries().table.record(index)
+    }
+
+    /// The file of the table.
+    pub fn table(&self) -> BorrowedFd<'_> {
+        self.core.table.as_fd()
     }
 
     /// How many entries no node has.
     pub fn free_entries(&self) -> usize {
-        self.pass.free_entries()
+        self.core.entries().free()
     }
 
     pub fn live(&self) -> [usize; 3] {

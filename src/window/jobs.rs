@@ -87,12 +87,10 @@ pub enum SlotJob {
         session: u64,
         answer: Answer,
     },
-    /// A node's first open with passthrough.
+    /// A node's first open with passthrough, which has got the `life`th entry.
     Open {
-        session: u64,
-        node: u64,
         index: u32,
-        source: Arc<dyn Source>,
+        life: u64,
     },
     /// The guest wants a live entry that covers these bytes.
     Ask {

@@ -71,7 +71,7 @@ impl Mapper {
     pub fn turn(&self, job: Option<Job>, now: Instant) {
         match job {
             Some(Job::Event(Event::Revoke(id), since)) => {
-                self.slots.iter().for_each(|slots| slots.lock().revoke(id, since));
+                self.slots.iter().for_each(|slots| slots.lock().revoke_for_host(id, since));
                 self.dax.lock().revoke(id, since);
             }
             Some(Job::Reset) => {

@@ -40,8 +40,8 @@ use jobs::{DaxJob, Job, Jobs};
 use layout::{DAX, WHOLE_FILES};
 pub use layout::{RANGE, RANGE_SHIFT};
 use mapper::Mapper;
-pub use passthrough::{Entry, EntryState, MIN_SIZE, PATIENCE, Passthrough, Settings, Writable};
-use passthrough::{Slots, TABLE_LEN, touch};
+use passthrough::{Core, Slots, TABLE_LEN, touch};
+pub use passthrough::{EntryState, MIN_SIZE, PATIENCE, Passthrough, Record, Settings, Writable};
 pub use reservation::Stores;
 use turn::{MayWait, Slow};
 
@@ -60,12 +60,11 @@ impl Window {
     pub fn new(size: u64, passthrough: Option<Settings>, files: Arc<dyn ProxyFiles>) -> io::Result<Arc<Self>> {
         let jobs = Arc::new(Jobs::default());
         let shared = Arc::new(Shared::default());
-        let passthrough = passthrough
-            .map(|settings| Passthrough::new(settings, jobs.clone(), Box::new(touch)))
-            .transpose()?
-            .map(Arc::new);
+        let core = passthrough.map(|settings| Core::new(settings, jobs.clone(), Box::new(touch))).transpose()?;
+        let core = core.map(Arc::new);
         let slow = Slow::new(files.clone());
-        let slots = passthrough.clone().map(|passthrough| Slots::new(passthrough, shared.clone(), slow.clone()));
+        let slots = core.clone().map(|core| Slots::new(core, shared.clone(), slow.clone()));
+        let passthrough = core.map(|core| Arc::new(Passthrough::new(core)));
         let dax = Dax::new((size / RANGE) as usize, shared.clone(), slow, jobs.clone(), PATIENCE);
         Mapper::new(jobs.clone(), shared.clone(), dax, slots).start()?;
         let (tell, events) = (jobs.clone(), files.clone());
@@ -155,7 +154,7 @@ impl Window {
 
     /// How many mappings of the DAX window, and entries of the passthrough window, were taken back.
     pub fn revocations(&self) -> [u64; 2] {
-        let entries = self.passthrough.as_ref().map_or(0, |passthrough| passthrough.table.revocations());
+        let entries = self.passthrough.as_ref().map_or(0, |passthrough| passthrough.revocations());
         [self.shared.revocations.load(Ordering::Relaxed), entries]
     }
 
@@ -171,8 +170,8 @@ impl Window {
     }
 
     /// The entries of the passthrough window that a guest knows, by index.
-    pub fn entries(&self) -> Vec<(u32, Entry)> {
-        self.passthrough.as_ref().map_or(Vec::new(), |passthrough| passthrough.table.known())
+    pub fn entries(&self) -> Vec<(u32, Record)> {
+        self.passthrough.as_ref().map_or(Vec::new(), |passthrough| passthrough.known())
     }
 
     /// Maps a file's `len` bytes from `from` on at `at`, in place of what is mapped there. Another thread answers.

@@ -420,7 +420,7 @@ impl Stepped {
         let rig = fuzzing::Harness::with(0, settings, made.clone(), touch).unwrap();
         rig.window.connect(Arc::new(FakeFrontend(taken.clone(), made.clone())));
         rig.window.announce();
-        let table = std::fs::File::from(rig.table().file().unwrap().try_clone_to_owned().unwrap());
+        let table = std::fs::File::from(rig.table().try_clone_to_owned().unwrap());
         let guest = vm_memory::mmap::MmapRegion::from_file(vm_memory::FileOffset::new(table, 0), TABLE_LEN as usize);
         let mut stepped = Self { rig, taken, made, guest: Arc::new(guest.unwrap()) };
         stepped.start();
@@ -470,7 +470,7 @@ impl Stepped {
 
     /// How long the pieces of an entry's slot are. They are a file's, from its first byte on, without a gap.
     fn pieces(&self, index: u32) -> Vec<u64> {
-        let entry = self.rig.table().entry(index);
+        let entry = self.rig.record(index);
         let mut mapped = self.taken.mapped.lock().clone();
         mapped.sort_unstable();
         let (begin, end) = (place(WHOLE_FILES, entry.offset), place(WHOLE_FILES, entry.offset + entry.length));
@@ -489,11 +489,11 @@ impl Stepped {
     }
 
     fn state(&self, index: u32) -> fuzzing::EntryState {
-        self.rig.table().entry(index).state
+        self.rig.record(index).state
     }
 
     fn acknowledge(&self, index: u32) {
-        self.word(index, 0, self.rig.table().entry(index).generation);
+        self.word(index, 0, self.rig.record(index).generation);
     }
 
     fn opening(&mut self, node: u64, file: &std::fs::File) -> mpsc::Receiver<Result<Option<u32>>> {
@@ -589,7 +589,7 @@ fn a_file_that_is_slow_to_get_its_times_delays_nobody() {
     let (slow, other) = (full_file(5000), full_file(5000));
     let (slow_at, other_at) = (window.open_at(7, &slow, now).unwrap(), window.open_at(8, &other, now).unwrap());
     let proxy = |window: &Stepped, index| {
-        let at = place(WHOLE_FILES, window.rig.table().entry(index).offset);
+        let at = place(WHOLE_FILES, window.rig.record(index).offset);
         window.taken.mapped.lock().iter().find(|m| m.0 == at).unwrap().1
     };
     for index in [slow_at, other_at] {
@@ -632,7 +632,8 @@ fn who_looks_at_a_file_delays_no_revocation_of_it() {
     let index = window.open(7, &file).unwrap();
     let id = window.taken.mapped.lock().last().unwrap().1;
     let pass = window.rig.pass().clone();
-    let look = pass.table.look(index);
+    let core = window.rig.core().clone();
+    let look = core.look(index, &MayWait::without_a_turn());
     window.rig.event(Event::Revoke(id));
     window.rig.turn();
     assert_eq!(window.state(index), REVOKING);
@@ -643,10 +644,10 @@ fn who_looks_at_a_file_delays_no_revocation_of_it() {
     pass.release(7);
     window.rig.turn();
     let next = window.opening(8, &file);
-    assert_eq!(look.update(|line| line.set_size(1)), Err(Errno::STALE));
+    assert_eq!(look.update(|entry| entry.resize(1)), Err(Errno::STALE));
     drop(look);
     window.turns(Instant::now());
-    assert_eq!((next.recv().unwrap(), window.rig.table().entry(index).size), (Ok(Some(index)), 5000));
+    assert_eq!((next.recv().unwrap(), window.rig.record(index).size), (Ok(Some(index)), 5000));
 }
 
 /// A host process takes a file back that a worker is about to map.
@@ -818,7 +819,7 @@ fn a_file_grows_behind_its_slot_without_a_revocation() {
     let file = full_file(5000);
     let index = window.open_at(7, &file, now).unwrap();
     let other = window.open_at(8, &full_file(5000), now).unwrap();
-    let before = window.rig.table().entry(index);
+    let before = window.rig.record(index);
     assert_eq!((before.offset, before.length), (0, RANGE));
     // The guest finds the new length only when there is something.
     let guest = window.guest.clone();
@@ -830,7 +831,7 @@ fn a_file_grows_behind_its_slot_without_a_revocation() {
     for (to, pieces) in [(RANGE, 1), (RANGE + 1, 2), (3 * RANGE, 2), (4 * RANGE, 3)] {
         window.grow(7, &file, to);
         window.turns(now);
-        let entry = window.rig.table().entry(index);
+        let entry = window.rig.record(index);
         assert_eq!((entry.size, entry.generation, entry.offset), (to, before.generation, before.offset));
         assert!(entry.length >= to && entry.state == LIVE);
         assert_eq!(window.pieces(index).len(), pieces);
@@ -838,7 +839,7 @@ fn a_file_grows_behind_its_slot_without_a_revocation() {
     assert_eq!(window.pieces(index), [RANGE, 2 * RANGE, 5 * RANGE]);
     assert_eq!(window.revocations(), 0);
     // Another file is right behind, so this one moves.
-    assert_eq!(window.rig.table().entry(other).offset, 8 * RANGE);
+    assert_eq!(window.rig.record(other).offset, 8 * RANGE);
     window.grow(7, &file, 8 * RANGE + 1);
     window.turns(now);
     assert_eq!((window.state(index), window.revocations()), (REVOKING, 1));
@@ -868,7 +869,7 @@ fn only_kept_slots_give_way_to_one_that_grows() {
     let now = Instant::now();
     let files: Vec<_> = (0..3).map(|_| full_file(5000)).collect();
     let all: Vec<u32> = (0..3).map(|n| window.open_at(n, &files[n as usize], now).unwrap()).collect();
-    assert_eq!([0, 1].map(|n: usize| window.rig.table().entry(all[n]).offset), [0, 8 * RANGE]);
+    assert_eq!([0, 1].map(|n: usize| window.rig.record(all[n]).offset), [0, 8 * RANGE]);
     window.rig.pass().release(1);
     window.grow(0, &files[0], 8 * RANGE + 1);
     window.turns(now);
@@ -949,7 +950,7 @@ fn a_slot_that_has_grown_goes_as_a_whole() {
     // A shorter file keeps its slot, and so does one that nobody has open. Then it gives way as a whole.
     let index = grown(&mut window);
     truncate(&mut window);
-    assert_eq!((window.rig.table().entry(index).length, window.revocations()), (3 * RANGE, 0));
+    assert_eq!((window.rig.record(index).length, window.revocations()), (3 * RANGE, 0));
     window.rig.pass().release(7);
     assert_eq!(window.rig.live(), [0, 2, 1]);
     assert_eq!(
@@ -963,8 +964,8 @@ fn a_slot_that_has_grown_goes_as_a_whole() {
     window.rig.pass().release(8);
     // A guest that does not let go in time gets other memory for all of it, until it does.
     let index = grown(&mut window);
-    let (id, at) = (window.taken.mapped.lock().last().unwrap().1, window.rig.table().entry(index).offset);
-    let generation = window.rig.table().entry(index).generation;
+    let (id, at) = (window.taken.mapped.lock().last().unwrap().1, window.rig.record(index).offset);
+    let generation = window.rig.record(index).generation;
     window.rig.event(Event::Revoke(id));
     let until = Instant::now() + 20 * SECOND;
     while window.state(index) != fuzzing::EntryState::Revoked {
@@ -1039,7 +1040,7 @@ fn a_long_file_is_allocated_in_parts() {
     // Others need not wait until all of it is done. In a test, a part is one range.
     let again = Err(Errno::AGAIN);
     assert_eq!([0; 3].map(|at| window.ask_at(7, at, now)), [again, again, Ok(())]);
-    assert_eq!((window.state(index), window.rig.table().entry(index).size), (LIVE, 3 * RANGE));
+    assert_eq!((window.state(index), window.rig.record(index).size), (LIVE, 3 * RANGE));
     assert!(file.metadata().unwrap().blocks() * 512 >= 3 * RANGE);
 }
 
@@ -1084,6 +1085,6 @@ fn a_session_that_ends_while_files_are_mapped_leaves_no_entry_and_no_open_unansw
     window.rig.window.reset();
     assert_eq!(told.recv().unwrap(), Err(Errno::IO));
     window.start();
-    assert!((1..4096).all(|index| window.rig.table().entry(index) == fuzzing::Entry::default()));
+    assert!((1..4096).all(|index| window.rig.record(index) == fuzzing::Record::default()));
     assert_eq!((window.rig.live(), window.taken.mapped.lock().len()), ([0, 0, 1], 1));
 }

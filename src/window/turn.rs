@@ -30,6 +30,11 @@ impl<T: ?Sized> Slow<T> {
     pub fn get(&self, _: &MayWait) -> &T {
         &self.0
     }
+
+    /// Whether both are the same.
+    pub fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
 }
 
 impl<T: ?Sized> Clone for Slow<T> {

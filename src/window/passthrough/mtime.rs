@@ -11,6 +11,7 @@ use rustix::fs::{AtFlags, Timespec, Timestamps, UTIME_NOW, UTIME_OMIT, utimensat
 
 use crate::fuse::ops::Result;
 use crate::limits::{OWED_TIMES, TIMES_THREADS};
+use crate::window::turn::{MayWait, Slow};
 
 /// Gives a file the present time. In tests it is another function than [`touch`].
 pub type Touch = Box<dyn Fn(BorrowedFd) -> Result<()> + Send + Sync>;
@@ -23,7 +24,7 @@ pub fn touch(file: BorrowedFd) -> Result<()> {
     utimensat(file, c"", &times, AtFlags::EMPTY_PATH)
 }
 
-/// Lock rule: `state` is locked after a line of the table, as the last lock. It is not locked while a file gets its
+/// Lock rule: `state` is locked after the entries, as the last lock. It is not locked while a file gets its
 /// times.
 pub struct DeferredMtime {
     state: Mutex<State>,
@@ -36,7 +37,7 @@ pub struct DeferredMtime {
 struct State {
     /// Files that have yet to get the present time, and their nodeids. A node can have several: its file is opened anew
     /// for each slot.
-    owed: Vec<(u64, Arc<OwnedFd>)>,
+    owed: Vec<(u64, Slow<OwnedFd>)>,
     /// Nodes whose file gets it now.
     setting: Vec<u64>,
     /// Threads of [`DeferredMtime::set_soon`].
@@ -56,9 +57,9 @@ impl DeferredMtime {
     }
 
     /// A node's file must get the present time. Never waits.
-    pub fn owe(&self, node: u64, file: &Arc<OwnedFd>) {
+    pub fn owe(&self, node: u64, file: &Slow<OwnedFd>) {
         let mut state = self.state.lock();
-        if state.owed.iter().any(|(_, owed)| Arc::ptr_eq(owed, file)) {
+        if state.owed.iter().any(|(_, owed)| owed.is(file)) {
             return;
         }
         if state.owed.len() >= OWED_TIMES {
@@ -122,7 +123,7 @@ impl DeferredMtime {
         MutexGuard::unlocked(state, || {
             // It fails where a daemon without privileges serves another user's file. The kernel may move the times
             // there.
-            if let Err(errno) = (self.touch)(file.as_fd()) {
+            if let Err(errno) = (self.touch)(file.get(&MayWait::without_a_turn()).as_fd()) {
                 tracing::debug!(node, "no time of a store in place: {errno}");
             }
             drop(file);
@@ -151,8 +152,8 @@ mod tests {
         (DeferredMtime::new(Box::new(touch)), begun, go)
     }
 
-    fn file() -> Arc<OwnedFd> {
-        Arc::new(File::open("/dev/null").unwrap().into())
+    fn file() -> Slow<OwnedFd> {
+        Slow::new(Arc::new(File::open("/dev/null").unwrap().into()))
     }
 
     /// Who looks at the file meanwhile must see the new times.

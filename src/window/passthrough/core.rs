@@ -1,0 +1,95 @@
+//! What the file system and the mapper share of window passthrough.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::{Mutex, MutexGuard};
+use rustix::io::Errno;
+
+use super::Settings;
+use super::entries::Entries;
+use super::entry::Entry;
+use super::mtime::{DeferredMtime, Touch};
+use crate::limits::TABLE_ENTRIES;
+use crate::window::jobs::{EntryJob, Jobs, SlotJob};
+
+pub struct Core {
+    pub settings: Settings,
+    /// The guest has the table.
+    on: AtomicBool,
+    entries: Mutex<Entries>,
+    /// The file that the frontend maps as the table.
+    pub table: OwnedFd,
+    /// See [`Look`](super::look::Look).
+    pub looks: Box<[Mutex<()>]>,
+    pub times: Arc<DeferredMtime>,
+    pub jobs: Arc<Jobs>,
+}
+
+impl Core {
+    pub fn new(settings: Settings, jobs: Arc<Jobs>, touch: Touch) -> io::Result<Self> {
+        let looks = (0..TABLE_ENTRIES).map(|_| Mutex::default()).collect();
+        let entries = Entries::new()?;
+        let table = entries.table.file().ok_or(io::ErrorKind::NotFound)?.try_clone_to_owned()?;
+        let (on, entries, times) = (AtomicBool::new(false), Mutex::new(entries), DeferredMtime::new(touch));
+        Ok(Self { settings, on, entries, table, looks, times, jobs })
+    }
+
+    pub fn entries(&self) -> MutexGuard<'_, Entries> {
+        self.entries.lock()
+    }
+
+    /// What `ask` says of an entry, if it is not free.
+    pub fn get<R>(&self, index: u32, ask: impl FnOnce(&Entry) -> R) -> Option<R> {
+        self.entries().get(index).map(ask)
+    }
+
+    /// Changes an entry, and what the guest sees of it, if it is not free.
+    pub fn update<R>(&self, index: u32, change: impl FnOnce(&mut Entry) -> R) -> Option<R> {
+        self.entries().update(index, change)
+    }
+
+    /// Whether the guest has the table.
+    pub fn is_on(&self) -> bool {
+        self.on.load(Ordering::Acquire)
+    }
+
+    /// The guest of this session has the table.
+    pub fn started(&self, session: u64) {
+        let entries = self.entries();
+        self.on.store(entries.session == session, Ordering::Release);
+    }
+
+    /// Forgets everything. The mapper's reset must follow, which finds that nobody waits.
+    pub fn end(&self) {
+        let mut entries = self.entries();
+        self.on.store(false, Ordering::Release);
+        let waiting = entries.end(&self.times);
+        drop(entries);
+        self.times.set_soon();
+        waiting.into_iter().for_each(|answer| answer(Err(Errno::IO)));
+    }
+
+    /// Says whether the opens of the `life`th entry have passthrough. `false` if its slot is no longer wanted.
+    pub fn decide(&self, index: u32, life: u64, passes: bool) -> bool {
+        let (wanted, waiting) = self.entries().decide(index, life, passes);
+        waiting.into_iter().for_each(|answer| answer(Ok(passes.then_some(index))));
+        wanted
+    }
+
+    /// The entry that a node has.
+    pub fn index(&self, node: u64) -> Option<u32> {
+        if self.is_on() { self.entries().index(node) } else { None }
+    }
+
+    /// Notes that an entry's file must get the present time, if the guest has stored to it. Never waits.
+    pub fn note_stores(&self, index: u32) {
+        self.entries().note_stores(index, &self.times);
+    }
+
+    pub fn send(&self, job: EntryJob, index: u32) {
+        self.jobs.send(SlotJob::Entry(job, index));
+    }
+}
