@@ -63,6 +63,7 @@ impl Daemon {
     fn connect(&self) -> Frontend {
         let guest = Frontend::connect(&self.dir.path().join("socket"), Options::default()).unwrap();
         let flags = InitFlags::DO_READDIRPLUS | InitFlags::FLOCK_LOCKS | InitFlags::POSIX_LOCKS | InitFlags::INIT_EXT;
+        let flags = flags | InitFlags::EXPORT_SUPPORT;
         guest.fuse_init(flags.bits()).unwrap();
         guest
     }
@@ -193,6 +194,36 @@ fn release(guest: &Frontend, node: u64, fh: u64) {
 fn setlk(guest: &Frontend, node: u64, fh: u64, flags: u32) -> Result<Vec<u8>, i32> {
     let lk = FileLock { start: 0, end: i64::MAX as u64, kind: libc::F_WRLCK as u32, pid: 1 };
     ask(guest, Opcode::Setlk, node, LkIn { fh, owner: 7, lk, lk_flags: flags, padding: 0 }.as_bytes())
+}
+
+fn forget(guest: &Frontend, node: u64) {
+    let args = ForgetIn { nlookup: 1 };
+    let (_, header) = guest.header(Opcode::Forget as u32, node, args.as_bytes().len());
+    let token = guest.submit(0, &[&header, args.as_bytes()], &[]).unwrap();
+    guest.wait_for(0, token, LONG).unwrap();
+    assert_eq!(ask(guest, Opcode::Getattr, node, GetattrIn::default().as_bytes()).err(), Some(libc::ESTALE));
+}
+
+#[test]
+fn forgotten_files_stay_for_nfs() {
+    let daemon = Daemon::start(&["--inode-file-handles", "mandatory", "--nfs-export"]);
+    for name in ["kept", "removed"] {
+        fs::write(daemon.share(name), "contents").unwrap();
+    }
+    let guest = daemon.connect();
+    let [kept, removed] = [&b"kept\0"[..], b"removed\0"].map(|name| lookup(&guest, ROOT_ID, name).unwrap().nodeid);
+    for node in [kept, removed] {
+        forget(&guest, node);
+    }
+    fs::remove_file(daemon.share("removed")).unwrap();
+    for _ in 0..2 {
+        assert_eq!(lookup(&guest, kept, b".\0").unwrap().nodeid, kept);
+        assert_eq!(lookup(&guest, removed, b".\0").err(), Some(libc::ESTALE));
+        forget(&guest, kept);
+        daemon.kill();
+    }
+    fs::write(daemon.share("new"), "contents").unwrap();
+    assert!(lookup(&guest, ROOT_ID, b"new\0").unwrap().nodeid > removed);
 }
 
 fn a_guest_does_not_notice(handles: &str, interrupt: fn(&Daemon)) {

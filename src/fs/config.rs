@@ -266,6 +266,14 @@ pub struct Config {
     #[arg(help_heading = "Files", long, value_name = "SIZE", value_parser = parse_size)]
     pub report_size: Option<u64>,
 
+    /// Let the guest export the share by NFS: the daemon remembers files that the guest has forgotten
+    ///
+    /// Then a file handle in the guest stays valid as long as the daemon runs and the file is there. The daemon
+    /// remembers as many files as --max-inodes leaves room for. It needs file handles on the host. docs/callers.md
+    /// says more.
+    #[arg(help_heading = "Files", long)]
+    pub nfs_export: bool,
+
     /// Refer to files by file handle instead of by open descriptor: never, where possible (prefer), or else fail
     /// (mandatory)
     ///
@@ -349,6 +357,9 @@ impl Config {
             return Err("--ownership=xattr cannot be used with --posix-acl, --killpriv-v2, --translate-uid or \
                         --translate-gid, which are about owners and modes on the host: remove them"
                 .into());
+        }
+        if self.nfs_export && self.inode_file_handles == FileHandles::Never {
+            return Err("--nfs-export needs file handles: remove --inode-file-handles=never".into());
         }
         migration.trust_handles = by_handles || opens_handles;
         self.no_readdirplus |= self.cache == CachePolicy::Never;

@@ -720,10 +720,11 @@ impl Inode {
         self.nlookup.load(Ordering::Relaxed)
     }
 
-    /// Counts one more reference.
-    pub fn reference(&self) {
+    /// Counts one more reference. Returns how many there were.
+    pub fn reference(&self) -> u64 {
         let before = self.nlookup.fetch_add(1, Ordering::Relaxed);
         self.cell.set_references(before + 1);
+        before
     }
 
     /// Takes references back. Whether these were the last.

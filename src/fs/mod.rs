@@ -7,6 +7,7 @@ mod contents;
 mod cred;
 mod dax;
 mod dir;
+mod export;
 mod fd;
 mod fd_cache;
 mod file;
@@ -141,6 +142,9 @@ impl PassthroughFs {
                 (Ok(opened), _) => (mounts, why_no_handles) = (opened, None),
             }
         }
+        if let Some(why) = why_no_handles.as_ref().filter(|_| config.nfs_export) {
+            return Err(io::Error::other(format!("--nfs-export needs file handles: {why}")));
+        }
         let timeout = match config.cache {
             CachePolicy::Never => Duration::ZERO,
             CachePolicy::Auto => Duration::from_secs(1),
@@ -155,7 +159,7 @@ impl PassthroughFs {
         let places = Arc::new(Places::new(config.inode_file_handles, mounts, proc_self_fd.clone()));
         Ok(Self {
             timeout,
-            inodes: Inodes::new(root, config.max_inodes)?,
+            inodes: Inodes::new(root, config.max_inodes, config.nfs_export)?,
             handles: Handles::new(),
             places,
             locks: Locks::default(),
@@ -289,6 +293,7 @@ impl PassthroughFs {
             (moved || c.killpriv_v2 || (!c.no_killpriv_v2 && self.clears_privileges()), InitFlags::HANDLE_KILLPRIV_V2),
             (c.posix_lock, InitFlags::POSIX_LOCKS),
             (c.flock, InitFlags::FLOCK_LOCKS),
+            (c.nfs_export, InitFlags::EXPORT_SUPPORT),
             (c.allow_mmap, InitFlags::DIRECT_IO_ALLOW_MMAP),
             (self.maps(), InitFlags::MAP_ALIGNMENT | InitFlags::HAS_INODE_DAX),
         ] {
@@ -337,7 +342,7 @@ impl Control for PassthroughFs {
     fn destroy(&self) {
         self.locks.clear();
         self.handles.clear();
-        self.inodes.clear();
+        self.inodes.forget_all();
         self.grants.clear();
         self.knows_sgid_alone.store(false, Ordering::Relaxed);
         if let Some(watch) = &self.leases.watch {
@@ -379,7 +384,12 @@ impl Control for PassthroughFs {
         if self.keeps_owners() && flags.contains(InitFlags::HANDLE_KILLPRIV_V2) {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "the source runs without --ownership=xattr"));
         }
-        self.load_state(flags, state).inspect_err(|_| self.destroy())
+        // Another daemon's nodeids may be the same as those of an earlier session.
+        self.inodes.clear();
+        self.load_state(flags, state).inspect_err(|_| {
+            self.destroy();
+            self.inodes.clear();
+        })
     }
 }
 

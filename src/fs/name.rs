@@ -107,7 +107,8 @@ impl PassthroughFs {
         }
         self.inodes.have_room()?;
         // Only as long as it is open, that is the file's key.
-        if purpose == Purpose::Listing && seen.key.told_by() != ToldBy::OpenHandle {
+        let lazy = purpose == Purpose::Listing && !self.inodes.remembers();
+        if lazy && seen.key.told_by() != ToldBy::OpenHandle {
             return Ok((self.inodes.learn(seen.key, Place::Name(parent.clone(), name.into())), seen.st));
         }
         let (fd, Seen { st, key, .. }) = match seen {
@@ -350,6 +351,9 @@ fn born(st: &Statx) -> StatxTimestamp {
 
 impl Names for PassthroughFs {
     fn lookup(&self, parent: u64, name: &CStr) -> Result<EntryOut> {
+        if let Some(entry) = self.export_lookup(parent, name) {
+            return entry;
+        }
         match self.find(parent, name, Purpose::File) {
             Err(WOULD_WAIT) if may_wait() => {
                 self.settle_times_at(parent, name)?;

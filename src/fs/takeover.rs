@@ -29,7 +29,9 @@ impl PassthroughFs {
     pub(super) fn take_over_found(&self, flags: InitFlags, found: Found) -> io::Result<()> {
         self.check_settled(flags)?;
         let Found { inodes, handles, locks, next_id, generation } = found;
-        self.inodes.set_next_id(next_id.max(ROOT_ID + 1));
+        if next_id > ROOT_ID {
+            self.inodes.set_next_id(next_id);
+        }
         let (names, others): (Vec<_>, Vec<_>) =
             inodes.into_iter().partition(|inode| matches!(inode.place, FoundPlace::Name { .. }));
         let (known, open) = (names.len() + others.len(), handles.len());
@@ -56,7 +58,7 @@ impl PassthroughFs {
 
     /// Whether the file is still there.
     fn enter_again(&self, found: &FoundInode) -> bool {
-        if found.nlookup == 0 {
+        if found.nlookup == 0 && !self.inodes.remembers() {
             // The process died while it forgot the file.
             found.cell.free();
             return true;
@@ -65,6 +67,10 @@ impl PassthroughFs {
         let (place, seen) = self.place_again(&found.place).unwrap_or((Place::Lost, None));
         let (key, removed) = seen.map_or_else(|| (gone(), true), |(key, links)| (key, links == 0));
         let lost = matches!(place, Place::Lost);
+        if found.nlookup == 0 && (removed || !matches!(place, Place::Handle(_))) {
+            found.cell.free();
+            return true;
+        }
         let inode = Inode::new(found.id, key, found.nlookup, place);
         inode.cell.set(found.cell.copy());
         inode.found_in(found.parent);

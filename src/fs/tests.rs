@@ -27,6 +27,7 @@ use crate::window::proxy::{Event, Kind, Opened};
 use crate::window::{Frontend, Mapping, ProxyFiles, RANGE, Window};
 
 mod contents;
+mod export;
 mod flags;
 pub(super) mod lease;
 mod owner;

@@ -152,6 +152,7 @@ bitflags::bitflags! {
         const ASYNC_READ = 1 << 0;
         const POSIX_LOCKS = 1 << 1;
         const ATOMIC_O_TRUNC = 1 << 3;
+        const EXPORT_SUPPORT = 1 << 4;
         const BIG_WRITES = 1 << 5;
         const DONT_MASK = 1 << 6;
         const FLOCK_LOCKS = 1 << 10;

@@ -258,13 +258,13 @@ soak_distributed_fsx() {
 
 # Two hosts on an NFS server. The machine of in_qemu_machine is all three.
 
-# Exports /srv/export, and mounts it on /mnt/a and /mnt/b as two hosts do. The server knows a client by the name of its host, so each mount
+# Exports /srv/export, a tmpfs unless something is mounted there, and mounts it on /mnt/a and /mnt/b as two hosts do. The server knows a client by the name of its host, so each mount
 # is made under a name of its own. Both mounts share no cache, since they name the server by different addresses.
 nfs_start() {
     local host number=0 clients
     busybox ip link set lo up
     mkdir -p /srv/export /mnt/{a,b} /var/lib/nfs/{rpc_pipefs,nfsdcld}
-    mount -t tmpfs tmpfs /srv/export
+    mountpoint --quiet /srv/export || mount -t tmpfs tmpfs /srv/export
     mount -t rpc_pipefs rpc_pipefs /var/lib/nfs/rpc_pipefs
     mount -t nfsd nfsd /proc/fs/nfsd
     echo '/srv/export *(rw,no_root_squash,no_subtree_check,fsid=0)' >/etc/exports
@@ -292,6 +292,22 @@ soak_distributed_nfs() { in_qemu_machine nfs_two_hosts; }
 soak_distributed_nfs_server() { in_qemu_machine nfs_server; }
 soak_distributed_nfs_suites() { in_qemu_machine nfs_suites; }
 soak_distributed_nfs_removed() { in_qemu_machine nfs_removed; }
+
+# A guest's NFS server exports the share. The machine is the guest.
+case_nfs_export() {
+    make_share share
+    start_daemon exported "$work/share" --nfs-export
+    start_daemon plain "$work/share"
+    in_qemu_machine nfs_export --fs "exported=$work/sockets/exported" --fs "plain=$work/sockets/plain"
+    logs_are_clean "$work/daemons.logs"
+}
+nfs_export() {
+    "$guest_dir/export.py" handles /mnt/exported /mnt/plain
+    mkdir -p /srv/export
+    mount --bind /mnt/exported /srv/export
+    nfs_start
+    "$guest_dir/export.py" client /mnt/a /mnt/b
+}
 
 # 100 s: the mount keeps a directory's attributes for up to 60 s.
 nfs_two_hosts() {

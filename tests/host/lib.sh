@@ -137,8 +137,8 @@ wait_line() {
     done
 }
 
-# in_qemu_machine FUNCTION: runs a function of the cases in a QEMU guest, and boots its guests there by User-Mode Linux. Debian's kernel has
-# what few hosts' kernels have: both sides of NFS, and quotas.
+# in_qemu_machine FUNCTION BOOT-ARGUMENT...: runs a function of the cases in a QEMU guest, which may boot guests there by User-Mode Linux.
+# Debian's kernel has what few hosts' kernels have: both sides of NFS, and quotas.
 in_qemu_machine() {
     local layers cached daemon
     "$root/vm-images/setup.sh" distributed
@@ -150,7 +150,7 @@ in_qemu_machine() {
     install "${daemon[0]}" "$work/machine/target/release/thruwayd"
     # 3 hours: a machine of two emulated CPUs boots guests, and runs whole suites in them.
     "$boot" --kind qemu --cpus 2 --mem 3072 --timeout 10800 --log-dir "$work/machine.logs" --ro-dir "$work/machine" \
-        --share "cache=$cached" --daemon-args '--readonly --cache=always' \
+        --share "cache=$cached" --daemon-args '--readonly --cache=always' "${@:2}" \
         "$root/tests/host/machine" "${layers//"$cached"//mnt/cache}" "$1" || exit 1
     logs_are_clean "$work/machine.logs"
 }

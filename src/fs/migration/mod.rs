@@ -39,7 +39,11 @@ impl PassthroughFs {
     pub(super) fn save_state(&self) -> Result<State> {
         let root = self.inodes.get(ROOT_ID)?;
         root.with_fd(&self.places, |root_fd| {
-            let inodes = self.inodes.all();
+            let mut inodes = self.inodes.all();
+            if self.config.migration.mode == MigrationMode::FindPaths {
+                // The kernel may have forgotten their paths, too, and the guest stands still.
+                inodes.retain(|inode| inode.nlookup() > 0);
+            }
             let mut saver = Saver { fs: self, root: root_fd, mounts: Vec::new(), known: HashMap::new() };
             let locations = match self.config.migration.mode {
                 MigrationMode::FindPaths => saver.paths(&inodes)?,
@@ -302,7 +306,12 @@ impl<'a> Loader<'a> {
             }
             _ => self.find(inode),
         };
+        // Nobody waits for a file that the guest has forgotten.
+        let stays =
+            |place: &Place| inode.nlookup > 0 || self.fs.inodes.remembers() && matches!(place, Place::Handle(_));
         let entered = match found {
+            Ok((_, place)) if !stays(&place) => return Ok(()),
+            Err(_) if inode.nlookup == 0 => return Ok(()),
             Ok((key, place)) => self.fs.inodes.restore(inode.id, inode.nlookup, key, place),
             Err(errno) => {
                 self.lose(&inode.location, errno)?;
