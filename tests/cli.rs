@@ -98,6 +98,7 @@ fn usage_errors_are_one_line_that_names_the_option() {
     for (args, named) in [
         (&["--cache=some"][..], "--cache"),
         (&["--sandbox=jail"], "namespace, chroot, none"),
+        (&["--share=a/b=/tmp"], "is not a name for a directory"),
         (&["--nonsense"], "--nonsense"),
         (&["--shared-dir"], "--shared-dir"),
         (&["--shared-dir=/"], "--socket-path"),
@@ -136,6 +137,8 @@ fn starts_that_must_fail_say_why() {
         let line = failure(&args);
         assert!(line.contains(named), "{args:?}: {line}");
     }
+    let line = failure(&["--share", &format!("a={share}"), "--socket-path", &socket, "--sandbox", "none"]);
+    assert!(line.contains("--share needs --sandbox namespace"), "{line}");
     let line = failure(&["--shared-dir", &share, "--socket-path", &socket, "--socket-group", "no-such-group"]);
     assert!(line.contains("no-such-group"), "{line}");
     let proc = ["--shared-dir", "/proc", "--socket-path", &socket, "--sandbox", "none", "--ownership", "xattr"];

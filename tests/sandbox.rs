@@ -50,14 +50,21 @@ impl Daemon {
     /// The same with an existing directory.
     fn start_in(dir: TempDir, user: bool, args: &[&str]) -> Self {
         let share = dir.path().join("share");
+        if user && is_root() {
+            chown(&share, Some(NOBODY), Some(NOBODY)).unwrap();
+        }
+        let share = share.to_str().unwrap().to_owned();
+        Self::run(dir, user, &[&["--shared-dir", &share], args].concat())
+    }
+
+    fn run(dir: TempDir, user: bool, args: &[&str]) -> Self {
         let mut command = Command::new(copy_of_the_daemon(dir.path()));
         if user && is_root() {
             chown(dir.path(), Some(NOBODY), Some(NOBODY)).unwrap();
-            chown(&share, Some(NOBODY), Some(NOBODY)).unwrap();
             command.uid(NOBODY).gid(NOBODY);
         }
         let log = fs::File::create(dir.path().join("log")).unwrap();
-        command.arg("--shared-dir").arg(&share).arg("--socket-path").arg(dir.path().join("socket")).args(args);
+        command.arg("--socket-path").arg(dir.path().join("socket")).args(args);
         let child = command.stdin(Stdio::null()).stderr(log).spawn().unwrap();
         let mut daemon = Self { dir, child };
         daemon.wait_until("it serves", |d| d.log().contains("Waiting for vhost-user socket connection"));
@@ -418,6 +425,114 @@ fn mount_tmpfs(path: &Path) {
     fs::create_dir(path).unwrap();
     mount("none", path, "tmpfs", MountFlags::empty(), None).unwrap();
     fs::write(path.join("file"), "").unwrap();
+}
+
+fn lookup(guest: &Frontend, parent: u64, name: &str) -> Result<EntryOut, i32> {
+    let entry = guest.request(
+        1,
+        Opcode::Lookup as u32,
+        parent,
+        &[name.as_bytes(), b"\0"].concat(),
+        &[],
+        size_of::<EntryOut>(),
+    )?;
+    Ok(EntryOut::read_from_bytes(&entry).unwrap())
+}
+
+fn make(guest: &Frontend, parent: u64, name: &str) -> Result<(), i32> {
+    let mode = libc::S_IFREG | 0o600;
+    let body = [MknodIn { mode, ..Default::default() }.as_bytes(), name.as_bytes(), b"\0"].concat();
+    guest.request(1, Opcode::Mknod as u32, parent, &body, &[], size_of::<EntryOut>()).map(drop)
+}
+
+fn several_shares(user: bool, more: &[&str]) {
+    let dir = tempfile::tempdir().unwrap();
+    let shares = ["rw", "ro", "with,comma"].map(|name| {
+        let share = dir.path().join(name);
+        fs::create_dir(&share).unwrap();
+        fs::write(share.join(format!("in {name}")), "").unwrap();
+        if user && is_root() {
+            chown(&share, Some(NOBODY), Some(NOBODY)).unwrap();
+        }
+        // A link on the host leads to a directory like any other.
+        std::os::unix::fs::symlink(name, dir.path().join(format!("{name} link"))).unwrap();
+        format!("--share={name}={}{}", dir.path().join(name).display(), if name == "ro" { " link,ro" } else { "" })
+    });
+    let daemon = Daemon::run(dir, user, &[&shares.each_ref().map(|share| &**share)[..], more].concat());
+    // Nothing else of the host is there.
+    let mut names: Vec<_> = fs::read_dir(daemon.proc("root/")).unwrap().map(|e| e.unwrap().file_name()).collect();
+    names.sort();
+    assert_eq!(names, ["ro", "rw", "with,comma"]);
+    assert!(!daemon.proc("root/..").join(daemon.path("log").strip_prefix("/").unwrap()).exists());
+    daemon.assert_mounts_are_restricted();
+    let is_readonly = |(point, options): (String, String)| (point, options.split(',').any(|option| option == "ro"));
+    let mut mounts: Vec<_> = daemon.mounts().into_iter().map(is_readonly).collect();
+    mounts.sort();
+    let [root, ro, rw, comma] = ["/", "/ro", "/rw", "/with,comma"].map(str::to_owned);
+    assert_eq!(mounts, [(root, true), (ro, true), (rw, false), (comma, false)]);
+
+    let guest = Frontend::connect(&daemon.path("socket"), Options::default()).unwrap();
+    guest.fuse_init(u64::MAX).unwrap();
+    let nodes = ["rw", "ro", "with,comma"].map(|name| {
+        let entry = lookup(&guest, ROOT_ID, name).unwrap();
+        assert_eq!(entry.attr.flags & ATTR_SUBMOUNT, ATTR_SUBMOUNT);
+        lookup(&guest, entry.nodeid, &format!("in {name}")).unwrap();
+        entry.nodeid
+    });
+    assert_eq!(make(&guest, nodes[0], "new"), Ok(()));
+    assert_eq!(make(&guest, nodes[1], "new"), Err(libc::EROFS));
+    assert_eq!(make(&guest, nodes[2], "new"), Ok(()));
+    assert!(daemon.path("rw/new").exists() && !daemon.path("ro/new").exists());
+    // Nobody changes the root directory.
+    assert_eq!(make(&guest, ROOT_ID, "new"), Err(libc::EROFS));
+    assert!(guest.request(1, Opcode::Rmdir as u32, ROOT_ID, b"rw\0", &[], 0).is_err());
+    let rename = |node, name: &[u8]| {
+        let body = [RenameIn { newdir: node }.as_bytes(), name].concat();
+        guest.request(1, Opcode::Rename as u32, nodes[0], &body, &[], 0).err()
+    };
+    assert_eq!(rename(ROOT_ID, b"new\0out\0"), Some(libc::EXDEV));
+    assert_eq!(rename(nodes[2], b"new\0other\0"), Some(libc::EXDEV));
+}
+
+#[test]
+fn several_shares_are_below_a_directory_that_nobody_changes() {
+    if !needs_root() {
+        return;
+    }
+    several_shares(false, &[]);
+    several_shares(false, &["--no-open=always", "--inode-file-handles=never"]);
+    several_shares(false, &["--supervise"]);
+}
+
+#[test]
+fn several_shares_of_an_ordinary_user() {
+    if needs_user_namespaces() {
+        several_shares(true, &[]);
+    }
+}
+
+#[test]
+fn later_mounts_appear_in_shares_that_can_be_changed() {
+    if !needs_root() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let [rw, ro] = ["rw", "ro"].map(|name| {
+        fs::create_dir(dir.path().join(name)).unwrap();
+        SharedMount::new(dir.path().join(name))
+    });
+    mount_tmpfs(&ro.0.join("early"));
+    let shares = [format!("--share=rw={}", rw.0.display()), format!("--share=ro={},ro", ro.0.display())];
+    let daemon = Daemon::run(dir, false, &shares.each_ref().map(|share| &**share));
+    mount_tmpfs(&rw.0.join("late"));
+    mount_tmpfs(&ro.0.join("late"));
+    let mut mounts = daemon.mounts();
+    mounts.sort();
+    assert_eq!(mounts.iter().map(|(at, _)| &**at).collect::<Vec<_>>(), ["/", "/ro", "/ro/early", "/rw", "/rw/late"]);
+    assert!(mounts[2].1.split(',').any(|option| option == "ro"), "{mounts:?}");
+    for mounted in [ro.0.join("early"), ro.0.join("late"), rw.0.join("late")] {
+        rustix::mount::unmount(mounted, UnmountFlags::DETACH).unwrap();
+    }
 }
 
 #[test]

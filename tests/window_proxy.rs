@@ -674,7 +674,8 @@ fn daemon(share: &Path) {
     let pid = proxy.pid();
     let (uid_map, gid_map) = (Vec::new(), Vec::new());
     let (shared_dir, sandbox) = (share.to_owned(), Sandbox::Namespace);
-    let settings = sandbox::Settings { sandbox, shared_dir, uid_map, gid_map, helper: Some(pid), supervised: false };
+    let (shares, helper) = (Vec::new(), Some(pid));
+    let settings = sandbox::Settings { sandbox, shared_dir, shares, uid_map, gid_map, helper, supervised: false };
     let (_, proxy) = sandbox::enter(&settings, proxy).unwrap();
     let opened = proxy.open(ID, Kind::Through, read_write(Path::new("/file")).as_fd()).unwrap();
     let mapping = Mapping::new(opened.fd, 0);

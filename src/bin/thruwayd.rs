@@ -62,7 +62,8 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     };
     cli::log::init(options.log_level(), options.syslog, pid);
     let absolute = |path: &Path| std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
-    let (shared_dir, socket) = (absolute(options.shared_dir()), options.socket().map(absolute));
+    let shared_dirs = options.shared_dirs().into_iter().map(absolute).collect();
+    let socket = options.socket().map(absolute);
     // The sandbox hides the control groups.
     let memory_limit = cgroup::memory();
     // Only the process that serves gets further.
@@ -89,7 +90,7 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
             facts: Facts {
                 pid,
                 since,
-                shared_dir,
+                shared_dirs,
                 socket,
                 options: options.in_force.clone(),
                 max_mappings: options.max_mappings.into(),
@@ -149,7 +150,7 @@ impl Begun {
 /// Listens and enters the sandbox.
 fn begin(options: &Options) -> Result<Begun, Box<dyn Error>> {
     options.deprecated().for_each(|text| tracing::warn!("{text}"));
-    check_shared_dir(options.shared_dir())?;
+    options.shared_dirs().into_iter().try_for_each(check_shared_dir)?;
     let mut sandbox = options.sandbox_settings();
     sandbox::check(&sandbox)?;
     let (listener, pid_file) = listen(options)?;
@@ -232,7 +233,7 @@ fn start_proxy(options: &Options) -> Result<(Option<Proxy>, String), Box<dyn Err
         return Ok((None, NO_WINDOW.into()));
     }
     let required = windows.iter().any(|window| window.required);
-    if fs::is_remote(options.shared_dir()) {
+    if options.shared_dirs().into_iter().any(fs::is_remote) {
         // Another host may truncate a file, which no guard here can hold up. QEMU would get SIGBUS.
         let reason = "the shared directory is on a network, cluster or FUSE file system, where others change files \
                       unnoticed";

@@ -15,7 +15,8 @@ pub mod fuzzing {
     }
 }
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::CString;
 use std::ffi::OsString;
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
@@ -30,7 +31,7 @@ use crate::fs;
 use crate::fuse::throttle::Rates;
 use crate::limits;
 use crate::sandbox::caps::ModCaps;
-use crate::sandbox::{self, IdRange, Sandbox, seccomp};
+use crate::sandbox::{self, IdRange, Sandbox, Share, seccomp};
 use crate::size::parse_size;
 use crate::window;
 use crate::window::proxy::GuardMode;
@@ -52,6 +53,14 @@ pub struct Options {
     /// The directory to share
     #[arg(long, value_name = "DIR")]
     pub shared_dir: Option<PathBuf>,
+
+    /// Share a directory as NAME, instead of --shared-dir; may be given several times
+    ///
+    /// The guest sees one read-only directory with these names. Each is a mount in the guest, as with
+    /// --announce-submounts. With ro, nothing in it can be changed. It needs --sandbox namespace. docs/callers.md says
+    /// more.
+    #[arg(long, value_name = "NAME=DIR[,ro]", conflicts_with = "shared_dir")]
+    pub share: Vec<Share>,
 
     /// Create the socket for the virtual machine at PATH; the daemon holds a lock on PATH.pid while it runs
     #[arg(help_heading = "Socket", long, value_name = "PATH", conflicts_with = "fd")]
@@ -320,9 +329,11 @@ fn parse_window(text: &str) -> Result<WindowSize, String> {
 impl Options {
     /// Checks what clap's attributes cannot express, and sets what follows from it.
     fn check(&mut self) -> Result<(), String> {
-        if self.shared_dir.is_none() {
+        if self.shared_dir.is_none() && self.share.is_empty() {
             return Err("there is no directory to share: give --shared-dir DIR".into());
         }
+        self.check_shares()?;
+        self.fs.share_names = self.share.iter().filter_map(|share| CString::new(&*share.name).ok()).collect();
         if self.socket().is_none() && self.fd.is_none() {
             return Err("there is no socket to listen on: give --socket-path PATH or --fd N".into());
         }
@@ -339,6 +350,24 @@ impl Options {
         self.check_windows()?;
         let opens_handles = |modcaps: &ModCaps| modcaps.adds(&Capability::CAP_DAC_READ_SEARCH);
         self.fs.resolve(self.modcaps.as_ref().is_some_and(opens_handles))
+    }
+
+    fn check_shares(&self) -> Result<(), String> {
+        let mut names = BTreeSet::new();
+        if let Some(share) = self.share.iter().find(|share| !names.insert(&share.name)) {
+            return Err(format!("--share gives the name '{}' twice", share.name));
+        }
+        if !names.is_empty() && self.shared_dir.is_some() {
+            return Err("--share cannot be used with --shared-dir: give each directory a name".into());
+        }
+        if !names.is_empty() && self.fs.migration.verify_handles {
+            return Err(
+                "--migration-verify-handles cannot be used with --share, whose root directory each daemon makes \
+                        for itself"
+                    .into(),
+            );
+        }
+        Ok(())
     }
 
     /// Checks the sizes of the windows. QEMU asserts that the sum of all regions is a power of two.
@@ -385,6 +414,14 @@ impl Options {
         self.shared_dir.as_deref().unwrap_or(Path::new("."))
     }
 
+    /// All directories that are shared.
+    pub fn shared_dirs(&self) -> Vec<&Path> {
+        match &*self.share {
+            [] => vec![self.shared_dir()],
+            shares => shares.iter().map(|share| &*share.dir).collect(),
+        }
+    }
+
     /// The path of the socket to create, if any.
     pub fn socket(&self) -> Option<&Path> {
         self.socket_path.as_deref().or(self.socket.as_deref())
@@ -408,6 +445,7 @@ impl Options {
         sandbox::Settings {
             sandbox: self.sandbox,
             shared_dir: self.shared_dir().to_owned(),
+            shares: self.share.clone(),
             uid_map: self.uid_map.clone(),
             gid_map: self.gid_map.clone(),
             helper: None,
@@ -517,7 +555,10 @@ mod tests {
     fn help_has_headings() {
         let command = Options::command();
         let bare = command.get_arguments().filter(|arg| !arg.is_hide_set() && arg.get_help_heading().is_none());
-        assert_eq!(bare.map(|arg| arg.get_id().as_str()).collect::<Vec<_>>(), ["shared_dir", "print_capabilities"]);
+        assert_eq!(
+            bare.map(|arg| arg.get_id().as_str()).collect::<Vec<_>>(),
+            ["shared_dir", "share", "print_capabilities"]
+        );
     }
 
     #[test]
@@ -536,8 +577,25 @@ mod tests {
     }
 
     #[test]
+    fn several_directories_have_names() {
+        let options = args("--share a=/x,ro --share b=/y,z=1 --share c,d=rel --fd 3").unwrap();
+        let share = |name: &str, dir: &str, readonly| Share { name: name.into(), dir: dir.into(), readonly };
+        assert_eq!(options.share, [share("a", "/x", true), share("b", "/y,z=1", false), share("c,d", "rel", false)]);
+        assert_eq!(options.shared_dirs(), ["/x", "/y,z=1", "rel"].map(Path::new));
+        assert_eq!(args("--shared-dir /s --fd 3").unwrap().shared_dirs(), [Path::new("/s")]);
+        for bad in ["a", "=/x", "a=", "a=,ro", ".=/x", "..=/x", "a/b=/x"] {
+            assert!(args(&format!("--share {bad} --fd 3")).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
     fn bad_combinations_are_refused_in_one_line() {
         for line in [
+            "--share a=/x --share a=/y --fd 3",
+            "--share a=/x --shared-dir /s --fd 3",
+            "--share a=/x --fd 3 -o source=/s",
+            "--share a=/x --fd 3 --migration-verify-handles",
+            "--shared-dir /s --fd 3 --nfs-export --inode-file-handles=never",
             "",
             "--shared-dir /s",
             "--socket-path /k",

@@ -29,7 +29,7 @@ pub struct Status {
     pub pid: u32,
     /// Seconds since the start.
     pub uptime_s: f64,
-    /// `--shared-dir`, as an absolute path on the host.
+    /// `--shared-dir`, as an absolute path on the host. With `--share` all directories, with commas between them.
     pub shared_dir: String,
     /// It was removed on the host. The guest sees an empty directory, whatever has its name now.
     pub shared_dir_removed: bool,

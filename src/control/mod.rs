@@ -56,8 +56,8 @@ pub struct Facts {
     pub pid: u32,
     /// The start.
     pub since: Instant,
-    /// The shared directory on the host.
-    pub shared_dir: PathBuf,
+    /// The shared directories on the host.
+    pub shared_dirs: Vec<PathBuf>,
     /// The frontend's socket, unless it was inherited.
     pub socket: Option<PathBuf>,
     /// See [`api::Status::options`].

@@ -37,7 +37,7 @@ pub fn status(state: &Arc<State>) -> Status {
         version: env!("CARGO_PKG_VERSION").into(),
         pid: facts.pid,
         uptime_s: facts.since.elapsed().as_secs_f64(),
-        shared_dir: facts.shared_dir.to_string_lossy().into_owned(),
+        shared_dir: facts.shared_dirs.iter().map(|dir| dir.to_string_lossy()).collect::<Vec<_>>().join(", "),
         shared_dir_removed: sources.server.fs().is_removed(),
         socket: facts.socket.as_ref().map(|path| path.to_string_lossy().into_owned()),
         options: facts.options.clone(),

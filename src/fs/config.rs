@@ -1,5 +1,6 @@
 //! The file system's options.
 
+use std::ffi::CString;
 use std::time::Duration;
 
 use clap::{Args, Command, FromArgMatches, ValueEnum};
@@ -312,6 +313,10 @@ pub struct Config {
     /// --killpriv-v2, --translate-uid or --translate-gid. docs/attributes.md says what others see.
     #[arg(help_heading = "Identity", long, default_value = "host")]
     pub ownership: Ownership,
+
+    /// The names of several shared directories in the root directory (`--share`). None: the root is the only one.
+    #[arg(skip)]
+    pub share_names: Vec<CString>,
 
     /// `--translate-uid`
     #[arg(skip)]

@@ -206,9 +206,7 @@ impl PassthroughFs {
         let fs = Self { window, grants, ..self };
         // Whether a file gets DAX depends on its file system, which is otherwise not known before a file of it is
         // opened.
-        if let Ok(root) = fs.inodes.get(crate::fuse::abi::ROOT_ID) {
-            let _ = root.with_fd(&fs.places, |fd| Ok(fs.hosts.get(root.key.dev, fd)));
-        }
+        let _ = fs.shared_hosts();
         fs
     }
 
@@ -224,13 +222,22 @@ impl PassthroughFs {
     /// Whether the host takes set-id bits and capabilities away as the guest would. Not where the guest writes to a
     /// DAX window, of which the host sees nothing, nor where the host does not have the bits.
     fn clears_privileges(&self) -> bool {
-        !self.maps() && !self.keeps_owners() && self.root_host().is_ok_and(|host| host.clears_privileges)
+        !self.maps()
+            && !self.keeps_owners()
+            && self.shared_hosts().is_ok_and(|hosts| hosts.iter().all(|host| host.clears_privileges))
     }
 
-    /// The file system of the shared directory.
-    fn root_host(&self) -> Result<Arc<HostFs>> {
-        let root = self.inodes.get(crate::fuse::abi::ROOT_ID)?;
-        root.with_fd(&self.places, |fd| Ok(self.hosts.get(root.key.dev, fd)))
+    /// What `f` says of the shared directory, or of each one of `--share`.
+    fn each_shared<R>(&self, f: impl Fn(BorrowedFd) -> Result<R>) -> Result<Vec<R>> {
+        self.inodes.get(crate::fuse::abi::ROOT_ID)?.with_fd(&self.places, |root| match &*self.config.share_names {
+            [] => Ok(vec![f(root)?]),
+            names => names.iter().map(|name| f(fd::open_path(root, name)?.as_fd())).collect(),
+        })
+    }
+
+    /// The file systems of the shared directories.
+    fn shared_hosts(&self) -> Result<Vec<Arc<HostFs>>> {
+        self.each_shared(|fd| Ok(self.hosts.get(key::dev(&fd::stat(fd, c"")?), fd)))
     }
 
     /// # Errors
@@ -239,11 +246,10 @@ impl PassthroughFs {
         if self.config.readonly { Err(Errno::ROFS) } else { Ok(()) }
     }
 
-    /// Whether the share is read-only, by `--readonly` or by its mount on the host.
+    /// Whether a share is read-only, by `--readonly` or by its mount on the host.
     fn is_read_only(&self) -> bool {
-        let root = || self.inodes.get(crate::fuse::abi::ROOT_ID);
-        let mounted = || root()?.with_fd(&self.places, is_mounted_read_only);
-        self.config.readonly || mounted().unwrap_or(false)
+        let mounted = || self.each_shared(is_mounted_read_only);
+        self.config.readonly || mounted().is_ok_and(|mounted| mounted.contains(&true))
     }
 
     /// Whether the guest keeps contents. Otherwise each write goes to the host at once, and only the times would be

@@ -57,12 +57,12 @@ impl PassthroughFs {
         if c.posix_lock || c.flock {
             return false;
         }
-        // From now on the root's file system is known, which a FLUSH asks for.
-        let root = self.root_host();
+        // From now on the shared directory's file system is known, which a FLUSH asks for.
+        let hosts = self.shared_hosts();
         match (c.no_open, c.cache) {
             // Unless it matters when and by whom a file is opened: a server may have a say, or the file's mode.
             (NoOpen::Auto, CachePolicy::Always) => {
-                cred::overrides_modes() && root.is_ok_and(|root| !root.flush_on_close)
+                cred::overrides_modes() && hosts.is_ok_and(|hosts| hosts.iter().all(|host| !host.flush_on_close))
             }
             (NoOpen::Always, CachePolicy::Always | CachePolicy::Auto) => true,
             _ => false,
@@ -72,7 +72,7 @@ impl PassthroughFs {
     /// Whether the host keeps a removed file only while the daemon has it open. Then it must know what the guest has
     /// open.
     pub(super) fn removes_unopened(&self) -> bool {
-        let removes = self.root_host().is_ok_and(|root| root.removes_unopened);
+        let removes = self.shared_hosts().is_ok_and(|hosts| hosts.iter().any(|host| host.removes_unopened));
         if removes && self.config.no_open == NoOpen::Always {
             tracing::warn!(
                 "--no-open=always does not hold for files: the shared directory is on FUSE, whose server would lose a \

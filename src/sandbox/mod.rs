@@ -15,6 +15,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 
 use rustix::fs::{CWD, Mode, OFlags, openat};
 use rustix::mount::{OpenTreeFlags, open_tree};
@@ -37,13 +38,46 @@ pub enum Sandbox {
     None,
 }
 
+/// One of several directories of a device (`--share`).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Share {
+    /// Its name in the guest's root directory.
+    pub name: String,
+    /// The directory.
+    pub dir: PathBuf,
+    /// Nothing in it can be changed.
+    pub readonly: bool,
+}
+
+impl FromStr for Share {
+    type Err = String;
+
+    /// Parses `NAME=DIR[,ro]`.
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (name, dir) = text.split_once('=').ok_or("expected NAME=DIR or NAME=DIR,ro")?;
+        if matches!(name, "" | "." | "..") || name.contains('/') || name.len() > MAX_NAME {
+            return Err(format!("'{name}' is not a name for a directory of 1 to {MAX_NAME} bytes"));
+        }
+        let (dir, readonly) = dir.strip_suffix(",ro").map_or((dir, false), |dir| (dir, true));
+        if dir.is_empty() {
+            return Err("expected NAME=DIR or NAME=DIR,ro".into());
+        }
+        Ok(Self { name: name.to_owned(), dir: dir.into(), readonly })
+    }
+}
+
+/// Longest name in bytes: NAME_MAX (include/uapi/linux/limits.h).
+const MAX_NAME: usize = 255;
+
 /// What [`enter`] needs to know.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// `--sandbox`
     pub sandbox: Sandbox,
-    /// `--shared-dir`
+    /// `--shared-dir`. Not used if there are `shares`.
     pub shared_dir: PathBuf,
+    /// `--share`. Only with [`Sandbox::Namespace`].
+    pub shares: Vec<Share>,
     /// User IDs of the user namespace; empty: only the user's own ID. Only for an ordinary user with
     /// [`Sandbox::Namespace`].
     pub uid_map: Vec<IdRange>,
@@ -100,6 +134,11 @@ pub enum Error {
     IdMap(String),
     #[error("--supervise needs --sandbox namespace, whose first process is the supervisor")]
     Unsupervised,
+    #[error(
+        "--share needs --sandbox namespace, which puts the directories together: with chroot or none, bind-mount them \
+         below one directory and share that by --shared-dir"
+    )]
+    SharesUnusable,
     #[error("cannot {step}: {source}")]
     Step { step: &'static str, source: io::Error },
     #[error("{0}")]
@@ -120,7 +159,7 @@ impl<T, E: Into<io::Error>> Step<T> for Result<T, E> {
 /// Checks whether this user can have this sandbox, before anything is changed.
 ///
 /// # Errors
-/// [`Error::IdMapUnusable`], [`Error::ChrootNeedsRoot`], [`Error::Unsupervised`].
+/// [`Error::IdMapUnusable`], [`Error::ChrootNeedsRoot`], [`Error::Unsupervised`], [`Error::SharesUnusable`].
 pub fn check(settings: &Settings) -> Result<(), Error> {
     let root = geteuid().is_root();
     let maps = !settings.uid_map.is_empty() || !settings.gid_map.is_empty();
@@ -132,6 +171,9 @@ pub fn check(settings: &Settings) -> Result<(), Error> {
     }
     if settings.supervised && settings.sandbox != Sandbox::Namespace {
         return Err(Error::Unsupervised);
+    }
+    if !settings.shares.is_empty() && settings.sandbox != Sandbox::Namespace {
+        return Err(Error::SharesUnusable);
     }
     Ok(())
 }

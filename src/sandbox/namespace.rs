@@ -4,13 +4,13 @@
 //! outside, to have another program take the daemon's place in the same namespaces ([`join`]).
 
 use std::io::{ErrorKind, Read, Write};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::exit;
 
 use caps::CapSet;
-use rustix::fs::CWD;
+use rustix::fs::{CWD, Mode, mkdirat};
 use rustix::mount::{
     FsMountFlags, FsOpenFlags, MountAttrFlags, MountPropagationFlags, MoveMountFlags, OpenTreeFlags, UnmountFlags,
     fsconfig_create, fsconfig_set_string, fsmount, fsopen, mount_change, move_mount, open_tree, unmount,
@@ -22,7 +22,7 @@ use rustix::process::{
 use rustix::thread::{LinkNameSpaceType, UnshareFlags, move_into_link_name_space};
 
 use super::sys::{Forked, clone_sibling, fork, require_single_thread, restrict_mounts, unshare};
-use super::{Entered, Error, Inside, Settings, Side, Step, detached_fds, open_dir, open_file, userns};
+use super::{Entered, Error, Inside, Settings, Share, Side, Step, detached_fds, open_dir, open_file, userns};
 
 const NAMESPACES: UnshareFlags = UnshareFlags::NEWNS.union(UnshareFlags::NEWPID).union(UnshareFlags::NEWNET);
 
@@ -59,7 +59,7 @@ pub fn enter<T>(settings: &Settings, kept: T) -> Result<(Entered, T), Error> {
             drop(parent);
             die_with_parent(&child)?;
             let proc_self_fd = detached_fds()?;
-            Ok((Entered { root: enter_mounts(&settings.shared_dir)?, proc_self_fd }, kept))
+            Ok((Entered { root: enter_mounts(settings)?, proc_self_fd }, kept))
         }
         Forked::Parent(pid) => {
             // If the parent kept the socket, a second frontend could connect to it without an answer. If it kept the
@@ -90,7 +90,7 @@ pub fn enter_supervised<T>(settings: &Settings, kept: T) -> Result<Side<T>, Erro
     let open = |(name, _): &(&str, _)| open_file(Path::new(&format!("/proc/self/ns/{name}")));
     let namespaces = joined.iter().map(open).collect::<Result<_, _>>()?;
     let proc = own_processes()?;
-    let inside = Inside { root: enter_mounts(&settings.shared_dir)?, proc, channel: child };
+    let inside = Inside { root: enter_mounts(settings)?, proc, channel: child };
     Ok(Side::First(inside, namespaces, kept))
 }
 
@@ -152,24 +152,67 @@ fn die_with_parent(mut parent: &UnixStream) -> Result<(), Error> {
     if alive { Ok(()) } else { Err(Error::Other("the parent process ended".into())) }
 }
 
-fn enter_mounts(shared_dir: &Path) -> Result<OwnedFd, Error> {
+fn enter_mounts(settings: &Settings) -> Result<OwnedFd, Error> {
     // Later mounts of the host in the shared directory appear here. Mounts made here do not reach the host.
     let slave = MountPropagationFlags::DOWNSTREAM | MountPropagationFlags::REC;
     mount_change("/", slave).step("separate the mounts from the host's")?;
-    let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC | OpenTreeFlags::AT_RECURSIVE;
-    let tree = open_tree(CWD, shared_dir, flags).step("clone the shared directory's mounts")?;
-    // The guest may create device nodes and set-user-ID programs, and the daemon must never use one. Linux before 5.12
-    // cannot do this.
-    if let Err(e) = restrict_mounts(tree.as_fd(), RESTRICTED) {
-        tracing::warn!(
-            "the daemon's own mount of the share keeps the host's options and is not nosuid,nodev,noexec: {e}"
-        );
-    }
-    // The path may end in a symbolic link, which open_tree(2) has followed.
-    let onto_itself = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_SYMLINKS;
-    move_mount(&tree, "", CWD, shared_dir, onto_itself).step("mount the shared directory")?;
+    let tree = if settings.shares.is_empty() {
+        let tree = clone_tree(&settings.shared_dir)?;
+        // The guest may create device nodes and set-user-ID programs, and the daemon must never use one. Linux before
+        // 5.12 cannot do this.
+        if let Err(e) = restrict_mounts(tree.as_fd(), RESTRICTED, 0, libc::AT_RECURSIVE) {
+            tracing::warn!(
+                "the daemon's own mount of the share keeps the host's options and is not nosuid,nodev,noexec: {e}"
+            );
+        }
+        mount_onto(&tree, &settings.shared_dir)?;
+        tree
+    } else {
+        mount_shares(&settings.shares)?
+    };
     pivot_into(tree.as_fd())?;
     open_dir(Path::new("/"))
+}
+
+fn clone_tree(dir: &Path) -> Result<OwnedFd, Error> {
+    let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC | OpenTreeFlags::AT_RECURSIVE;
+    open_tree(CWD, dir, flags).step("clone the shared directory's mounts")
+}
+
+/// Mounts a tree on a directory. Its path may end in a symbolic link, which open_tree(2) has followed.
+fn mount_onto(tree: &OwnedFd, dir: &Path) -> Result<(), Error> {
+    let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_SYMLINKS;
+    move_mount(tree, "", CWD, dir, flags).step("mount the shared directory")
+}
+
+/// Mounts these directories below a read-only directory, which is mounted, too. From then on they are like any mounts
+/// in a share.
+fn mount_shares(shares: &[Share]) -> Result<OwnedFd, Error> {
+    let step = "make the directory of the shares (needs Linux 5.12)";
+    let restrict = |tree: BorrowedFd, more, propagation, flags| {
+        restrict_mounts(tree, RESTRICTED | more, propagation, flags).step(step)
+    };
+    let mut trees = Vec::new();
+    for share in shares {
+        let tree = clone_tree(&share.dir)?;
+        // Mounts that the host adds later would not be read-only.
+        let (readonly, propagation) = if share.readonly { (libc::MOUNT_ATTR_RDONLY, libc::MS_PRIVATE) } else { (0, 0) };
+        restrict(tree.as_fd(), readonly, propagation, libc::AT_RECURSIVE)?;
+        trees.push((&share.name, tree));
+    }
+    let top = fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC).step(step)?;
+    fsconfig_set_string(&top, "mode", "755").step(step)?;
+    fsconfig_create(&top).step(step)?;
+    let top = fsmount(&top, FsMountFlags::FSMOUNT_CLOEXEC, MountAttrFlags::empty()).step(step)?;
+    // It hides that directory, which is cloned.
+    shares.first().map_or(Ok(()), |share| mount_onto(&top, &share.dir))?;
+    for (name, tree) in trees {
+        mkdirat(&top, &**name, Mode::from_raw_mode(0o755)).step("make a directory for a share")?;
+        let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
+        move_mount(&tree, "", &top, &**name, flags).step("mount a shared directory")?;
+    }
+    restrict(top.as_fd(), libc::MOUNT_ATTR_RDONLY, 0, 0)?;
+    Ok(top)
 }
 
 /// A process file system of this process's PID namespace. It has nothing but processes (Linux 5.8): a worker that is

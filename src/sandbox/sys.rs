@@ -88,10 +88,11 @@ pub fn unshare(namespaces: UnshareFlags) -> io::Result<()> {
     unsafe { rustix::thread::unshare_unsafe(namespaces - UnshareFlags::FILES) }.map_err(Into::into)
 }
 
-/// mount_setattr(2): adds the attributes (MOUNT_ATTR_*) to a mount and to the mounts below it.
-pub fn restrict_mounts(tree: BorrowedFd, attributes: u64) -> io::Result<()> {
-    let attr = libc::mount_attr { attr_set: attributes, attr_clr: 0, propagation: 0, userns_fd: 0 };
-    let flags = libc::AT_EMPTY_PATH | libc::AT_RECURSIVE;
+/// mount_setattr(2): adds the attributes (MOUNT_ATTR_*) to a mount and, with AT_RECURSIVE in `flags`, to the mounts
+/// below it. `propagation`: MS_PRIVATE, for example, or 0.
+pub fn restrict_mounts(tree: BorrowedFd, attributes: u64, propagation: u64, flags: i32) -> io::Result<()> {
+    let attr = libc::mount_attr { attr_set: attributes, attr_clr: 0, propagation, userns_fd: 0 };
+    let flags = libc::AT_EMPTY_PATH | flags;
     // SAFETY: the path is a C string, and the last argument is the size of `attr`.
     let done = unsafe {
         libc::syscall(libc::SYS_mount_setattr, tree.as_raw_fd(), c"".as_ptr(), flags, &attr, size_of_val(&attr))

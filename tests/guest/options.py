@@ -82,6 +82,31 @@ def test_readonly(_):
 
 
 @test
+def test_several(_):
+    """Several directories of the host, one of them read-only, below one that nobody changes."""
+    s = share("several")
+    equal(sorted(os.listdir(s)), ["first", "second"])
+    for path in ("new", "second/new", "second/mounted/new"):
+        refused(EROFS, os.mkdir, f"{s}/{path}")
+        refused(EROFS, write, f"{s}/{path}", b"x")
+    refused(EROFS, os.open, f"{s}/second/file", os.O_RDWR)
+    refused(EROFS, os.unlink, f"{s}/second/file")
+    equal(read(f"{s}/second/file"), b"from the host\n")
+    write(f"{s}/first/new", b"x")
+    equal(read(f"{s}/first/new"), b"x")
+    refused(EXDEV, os.rename, f"{s}/first/new", f"{s}/second/new")
+    refused(EXDEV, os.link, f"{s}/first/new", f"{s}/new")
+    # Each is a mount, with the sizes of its file system.
+    parts = [f"{s}/first", f"{s}/second", f"{s}/second/mounted"]
+    assert all(os.path.ismount(part) for part in parts), parts
+    equal(os.statvfs(parts[2]).f_blocks * os.statvfs(parts[2]).f_frsize, 8 << 20)
+    assert os.statvfs(parts[0]).f_blocks > 0 and os.statvfs(parts[0]).f_blocks != os.statvfs(s).f_blocks
+    for part in reversed(parts):
+        subprocess.run(["umount", part], check=True)
+    equal(read(f"{s}/first/new"), b"x")
+
+
+@test
 def test_xattrmap(_):
     s = share("xattrmap")
     write(f"{s}/mapped", b"")

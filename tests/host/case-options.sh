@@ -15,13 +15,14 @@ option_share() {
 
 # fill_shares: the contents of each share before its daemon starts.
 fill_shares() {
-    mkdir -p "$work"/shares/{limited,readonly,readonly-mount,xattrmap,overlay,translate,submounts,onefs,readdir,user,user-none,user-mapped,legacy,mapped-ids,idmapped}
+    mkdir -p "$work"/shares/{limited,readonly,readonly-mount,xattrmap,overlay,translate,submounts,onefs,readdir,user,user-none,user-mapped,legacy,mapped-ids,idmapped,several/{first,second}}
     cd "$work/shares" || return
     echo 'a secret of the host' >secret
     # Both roots have the same inode number, as those of any two tmpfs or ext4.
     mount -t tmpfs tmpfs submounts
-    mkdir readonly/dir readdir/many submounts/mounted onefs/mounted
-    echo 'from the host' | tee readonly/file readdir/file user/hosts >user-none/hosts
+    mkdir readonly/dir readdir/many submounts/mounted onefs/mounted several/second/mounted
+    mount -t tmpfs -o size=8M tmpfs several/second/mounted
+    echo 'from the host' | tee readonly/file readdir/file several/second/file user/hosts >user-none/hosts
     from_tree setfattr -n user.host -v host readonly/file readdir/file
     touch xattrmap/hosts translate/hosts
     from_tree setfattr -n user.host -v host xattrmap/hosts
@@ -60,6 +61,8 @@ readonly-writeback --cache=always --writeback
 readonly-metadata --cache=metadata
 END
     option_share readonly-mount --xattr --cache=always
+    start_daemon several '' --share "first=$work/shares/several/first" --share "second=$work/shares/several/second,ro"
+    option_guests+=(--fs "several=$work/sockets/several")
     option_share xattrmap --xattrmap=:map::user.virtiofs.:
     # As docs/attributes.md says.
     option_share overlay --xattrmap=:map:trusted.:user.virtiofs.:

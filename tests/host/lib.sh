@@ -89,14 +89,15 @@ guest() {
     logs_are_clean "$work/$name.logs"
 }
 
-# start_daemon NAME DIRECTORY ARGUMENT...: sets $daemon_pid. The socket is $work/sockets/NAME, the tag is NAME up to an @.
+# start_daemon NAME DIRECTORY ARGUMENT...: sets $daemon_pid. The socket is $work/sockets/NAME, the tag is NAME up to an @. An empty
+# DIRECTORY is for --share.
 start_daemon() {
     local name=$1 directory=$2 command deadline
     shift 2
     read -ra command <<<"${daemon_command:-$THRUWAY_DAEMON}"
     mkdir -p "$work/sockets" "$work/daemons.logs"
     chmod 777 "$work/sockets"
-    setsid "${command[@]}" --socket-path "$work/sockets/$name" --shared-dir "$directory" --tag "${name%@*}" "$@" \
+    setsid "${command[@]}" --socket-path "$work/sockets/$name" ${directory:+--shared-dir "$directory"} --tag "${name%@*}" "$@" \
         >"$work/daemons.logs/daemon-$name.log" 2>&1 </dev/null &
     daemon_pid=$!
     # 60 s: it needs milliseconds, or seconds on a busy machine.

@@ -323,6 +323,7 @@ pub fn enter_sandbox(dir: PathBuf) -> ExitCode {
     let settings = sandbox::Settings {
         sandbox: Sandbox::Namespace,
         shared_dir: dir,
+        shares: vec![],
         uid_map: vec![],
         gid_map: vec![],
         helper: None,
