@@ -115,13 +115,19 @@ pub struct Frontend {
 impl Frontend {
     /// Connects to the daemon that listens at `path` and starts all queues.
     pub fn connect(path: &Path, options: Options) -> io::Result<Self> {
-        let vhost = Connection::connect(path, options.queues as u64).map_err(io::Error::other)?;
-        let mem = guest_memory(options.mem_size)?;
-        let queues = (0..options.queues).map(|i| Queue::new(&options, i)).collect::<io::Result<_>>()?;
-        let mut this = Self { vhost, mem, queues, options, unique: AtomicU64::new(1) };
+        let mut this = Self::attach(path, options)?;
         this.negotiate()?;
         this.start_all()?;
         Ok(this)
+    }
+
+    /// Connects to the daemon that listens at `path`, and sends nothing. The caller sends what some frontend sends, by
+    /// [`Frontend::vhost`].
+    pub fn attach(path: &Path, options: Options) -> io::Result<Self> {
+        let vhost = Connection::connect(path, options.queues as u64).map_err(io::Error::other)?;
+        let mem = guest_memory(options.mem_size)?;
+        let queues = (0..options.queues).map(|i| Queue::new(&options, i)).collect::<io::Result<_>>()?;
+        Ok(Self { vhost, mem, queues, options, unique: AtomicU64::new(1) })
     }
 
     fn negotiate(&mut self) -> io::Result<()> {
@@ -181,18 +187,29 @@ impl Frontend {
         self.vhost.set_vring_call(queue, &self.queues[queue].call).map_err(io::Error::other)
     }
 
-    /// Sends the size, addresses, base and kick event of a queue.
-    pub fn prepare_queue(&self, queue: usize, base: u16) -> io::Result<()> {
-        let (q, vhost) = (&self.queues[queue], &self.vhost);
+    /// The size and the addresses of a queue, its kick event and its call event.
+    pub fn ring(&self, queue: usize) -> io::Result<(VringConfigData, EventFd, EventFd)> {
+        let q = &self.queues[queue];
+        Ok((self.ring_config(queue)?, q.kick.try_clone()?, q.call.try_clone()?))
+    }
+
+    fn ring_config(&self, queue: usize) -> io::Result<VringConfigData> {
+        let q = &self.queues[queue];
         let va = |addr| self.mem.get_host_address(GuestAddress(addr)).map(|p| p as u64).map_err(io::Error::other);
-        let config = VringConfigData {
+        Ok(VringConfigData {
             queue_max_size: q.layout.size,
             queue_size: q.layout.size,
             desc_table_addr: va(q.layout.descriptors)?,
             avail_ring_addr: va(q.layout.available)?,
             used_ring_addr: va(q.layout.used)?,
             ..Default::default()
-        };
+        })
+    }
+
+    /// Sends the size, addresses, base and kick event of a queue.
+    pub fn prepare_queue(&self, queue: usize, base: u16) -> io::Result<()> {
+        let (q, vhost) = (&self.queues[queue], &self.vhost);
+        let config = self.ring_config(queue)?;
         vhost.set_vring_num(queue, q.layout.size).map_err(io::Error::other)?;
         vhost.set_vring_base(queue, base).map_err(io::Error::other)?;
         vhost.set_vring_addr(queue, &config).map_err(io::Error::other)?;
