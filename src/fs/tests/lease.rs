@@ -333,7 +333,6 @@ impl World {
             let marker = format!("marker{}", self.markers.borrow());
             let mut seen = self.ears.told.lock().len();
             assert!(self.host.borrow_mut().run("mkdir", &[&self.share.dir.path().join(&marker)], ""));
-            let start = std::time::Instant::now();
             let mut told = self.ears.told.lock();
             loop {
                 if told[seen..].iter().any(|change| is_at(change, ROOT_ID, &marker)) {
