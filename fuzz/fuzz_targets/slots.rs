@@ -1,6 +1,6 @@
 //! Both windows, with a guest, a host that changes files, and a frontend that records mappings. Each live entry of the
-//! table must be mapped where it says, and no store there may fail. While a worker opens a file, others go on. At the end
-//! the guest closes all files, and no slot and no entry may be left.
+//! table must be mapped where it says, and no store there may fail. While a worker opens a file, others go on. At the
+//! end the guest closes all files, and no slot and no entry may be left.
 #![no_main]
 
 use std::cell::RefCell;

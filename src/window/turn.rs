@@ -1,8 +1,8 @@
 //! The rule that who revokes waits for no file, as types.
 //!
-//! The mapper's state is behind two locks ([`Dax`](super::dax::Dax), [`Slots`](super::passthrough::Slots)). A thread that
-//! holds one has a [`Turn`]. What may wait for a file needs a [`MayWait`], which there is only while the turn's lock is
-//! given up, and then there is no way to the state.
+//! The mapper's state is behind two locks ([`Dax`](super::dax::Dax), [`Slots`](super::passthrough::Slots)). A thread
+//! that holds one has a [`Turn`]. What may wait for a file needs a [`MayWait`], which there is only while the turn's
+//! lock is given up, and then there is no way to the state.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
