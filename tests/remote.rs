@@ -449,14 +449,15 @@ fn files_outlive_the_kernels_cache() {
 
 /// Makes files until one has this inode number. `None` if somebody else's file on this file system has got it.
 fn with_number(number: u64, dir: &Path) -> Option<PathBuf> {
-    for n in 0..500 {
-        let path = dir.join(format!("new{n}"));
+    for n in 0..2000 {
+        // Each is a new file: those of before keep the numbers that the host's file system gives out first.
+        let path = dir.join(format!("new{number}-{n}"));
         fs::write(&path, "another").unwrap();
         if fs::metadata(&path).unwrap().ino() == number {
             return Some(path);
         }
         // The server keeps a file for a second or two.
-        thread::sleep(Duration::from_millis(10));
+        thread::sleep(Duration::from_millis(1));
     }
     None
 }
