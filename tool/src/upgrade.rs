@@ -127,9 +127,13 @@ impl Daemon {
         let exe = self.0.join("exe");
         let Some((running, path)) = number(&exe).zip(fs::read_link(&exe).ok()) else { return false };
         let path = path.to_string_lossy();
-        let path = path.strip_suffix(" (deleted)").unwrap_or(&path).trim_start_matches('/');
+        // The path is not always one that the process or this one can use: in a mount namespace below a chroot it is
+        // longer. So it is not asked what is there now.
+        if path.ends_with(" (deleted)") {
+            return true;
+        }
         // It may be in a container.
-        number(&self.0.join("root").join(path)).is_some_and(|there| there != running)
+        number(&self.0.join("root").join(path.trim_start_matches('/'))).is_some_and(|there| there != running)
     }
 }
 
