@@ -354,18 +354,25 @@ fn locks_are_held_all_the_time() {
     assert!(!refused());
 }
 
+/// The guest opens "file" and waits for a lock that the host has. Returns its nodeid and `fh`, who holds the lock, and
+/// the request.
+fn wait_for_lock(daemon: &Daemon, guest: &Frontend) -> (u64, u64, fs::File, Token) {
+    let node = lookup(guest, ROOT_ID, b"file\0").unwrap().nodeid;
+    let fh = open(guest, node, libc::O_RDWR);
+    let host = fs::File::open(daemon.share("file")).unwrap();
+    flock(&host, FlockOperation::LockExclusive).unwrap();
+    let lk = FileLock { start: 0, end: i64::MAX as u64, kind: libc::F_WRLCK as u32, pid: 1 };
+    let body = LkIn { fh, owner: 7, lk, lk_flags: LK_FLOCK, padding: 0 };
+    let waits = submit(guest, Opcode::Setlkw, node, body.as_bytes());
+    (node, fh, host, waits)
+}
+
 #[test]
 fn a_request_that_waits_goes_on() {
     let daemon = Daemon::start(&["--flock"]);
     fs::write(daemon.share("file"), "").unwrap();
     let guest = daemon.connect();
-    let node = lookup(&guest, ROOT_ID, b"file\0").unwrap().nodeid;
-    let fh = open(&guest, node, libc::O_RDWR);
-    let host = fs::File::open(daemon.share("file")).unwrap();
-    flock(&host, FlockOperation::LockExclusive).unwrap();
-    let lk = FileLock { start: 0, end: i64::MAX as u64, kind: libc::F_WRLCK as u32, pid: 1 };
-    let body = LkIn { fh, owner: 7, lk, lk_flags: LK_FLOCK, padding: 0 };
-    let token = submit(&guest, Opcode::Setlkw, node, body.as_bytes());
+    let (_, _, host, token) = wait_for_lock(&daemon, &guest);
     // Others are served meanwhile.
     for _ in 0..3 {
         lookup(&guest, ROOT_ID, b"file\0").unwrap();
@@ -858,13 +865,7 @@ fn upgrades_go_back_and_forth_under_requests() {
     let daemon = Daemon::replaceable(&["--flock"]);
     fs::write(daemon.share("file"), "contents").unwrap();
     let guest = daemon.connect();
-    let node = lookup(&guest, ROOT_ID, b"file\0").unwrap().nodeid;
-    let fh = open(&guest, node, libc::O_RDWR);
-    let host = fs::File::open(daemon.share("file")).unwrap();
-    flock(&host, FlockOperation::LockExclusive).unwrap();
-    let lk = FileLock { start: 0, end: i64::MAX as u64, kind: libc::F_WRLCK as u32, pid: 1 };
-    let body = LkIn { fh, owner: 7, lk, lk_flags: LK_FLOCK, padding: 0 };
-    let waits = submit(&guest, Opcode::Setlkw, node, body.as_bytes());
+    let (node, fh, host, waits) = wait_for_lock(&daemon, &guest);
     let running = || fs::metadata(format!("/proc/{}/exe", daemon.child.id())).unwrap().ino();
     let other = daemon.dir.path().join("other");
     daemon.replace();

@@ -713,7 +713,7 @@ pub mod tests {
         fn failed(&self, _errno: Errno) {}
     }
 
-    const STATES: [EntryState; 6] = [
+    pub const STATES: [EntryState; 6] = [
         EntryState::Free,
         EntryState::Live { writable: false },
         EntryState::Live { writable: true },

@@ -227,19 +227,11 @@ mod tests {
 
     use super::*;
     use crate::window::passthrough::entry::Change;
+    use crate::window::passthrough::entry::tests::STATES;
 
     fn get<T: AtomicAccess>(memory: &MmapRegion<()>, at: usize, order: Ordering) -> T {
         memory.as_volatile_slice().load(at, order).unwrap()
     }
-
-    const STATES: [EntryState; 6] = [
-        EntryState::Free,
-        EntryState::Live { writable: false },
-        EntryState::Live { writable: true },
-        EntryState::Revoking { writable: false },
-        EntryState::Revoking { writable: true },
-        EntryState::Revoked,
-    ];
 
     fn state(flags: u32) -> EntryState {
         STATES.into_iter().find(|state| super::flags(*state) == flags).unwrap()
