@@ -27,7 +27,8 @@ case_bench() {
     grep -q '^thruwayd, passthrough: the first OPEN of the file' "$work/bench/benchmarks.md" || fail 'no time of the first OPEN'
     (($(grep -cE '^\| (getattr|readdirplus|create), depth 1 .*[0-9]' "$work/bench/benchmarks.md") == 3)) || fail 'no rows without a guest'
     for job in thruwayd 'virtiofsd, logging'; do
-        grep -q "^$job: .* % over tmpfs.*: LOOKUP [0-9]" "$work/bench/benchmarks.md" || fail "no messages of $job"
+        # The most frequent one comes first. On a slow machine attributes time out, and it is another one.
+        grep -q "^$job: .* % over tmpfs.* messages.* LOOKUP [0-9]" "$work/bench/benchmarks.md" || fail "no messages of $job"
     done
     grep -q '^thruwayd: the median row [0-9]' "$work/bench/benchmarks.md" || fail 'no median of the rows'
     tail -n 1 "$work/bench/plots/qemu.svg" | grep -q '</svg>' || fail 'the plot is cut off'

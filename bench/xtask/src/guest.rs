@@ -245,11 +245,11 @@ fn counted(control: &Path, before: &BTreeMap<String, u64>) -> Option<BTreeMap<St
     Some(counts.collect())
 }
 
-/// The requests that virtiofsd has logged, if it was told to log them.
+/// The requests that virtiofsd has logged, if it was told to log them, in FUSE's capitals.
 fn logged(log: &str) -> BTreeMap<String, u64> {
     let mut requests = BTreeMap::new();
     for opcode in log.lines().filter_map(|line| line.split_once("Received request: opcode=")?.1.split(' ').next()) {
-        *requests.entry(opcode.to_owned()).or_default() += 1;
+        *requests.entry(opcode.to_uppercase()).or_default() += 1;
     }
     requests
 }
