@@ -49,6 +49,7 @@ const TESTS: &[(&str, fn())] = &[
     ("far_offsets_are_mapped", far_offsets_are_mapped),
     ("cached_reads_zeros_beyond_the_end", cached_reads_zeros_beyond_the_end),
     ("cached_writes_keep_the_size", cached_writes_keep_the_size),
+    ("a_truncation_is_not_undone", a_truncation_is_not_undone),
     ("cached_serves_read_only_files", cached_serves_read_only_files),
     ("cached_is_invalidated", cached_is_invalidated),
     ("cached_sees_what_the_host_writes", cached_sees_what_the_host_writes),
@@ -189,6 +190,13 @@ impl Mapping {
     }
 }
 
+/// How many threads of the process are in this system call.
+fn calls(pid: Pid, number: i64) -> usize {
+    let call = |task: io::Result<fs::DirEntry>| fs::read_to_string(task.unwrap().path().join("syscall"));
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    tasks.filter_map(|task| call(task).ok()).filter(|call| call.split(' ').next() == Some(&number.to_string())).count()
+}
+
 /// The byte at `offset`, or 0 beyond the end.
 fn byte(file: &File, offset: u64) -> u8 {
     let mut byte = [0];
@@ -323,6 +331,27 @@ fn cached_writes_keep_the_size() {
     assert_eq!((byte(&file, 1), file.metadata().unwrap().len()), (b'a', SIZE as u64));
 }
 
+/// The file is truncated while what the guest stored is on its way there.
+fn a_truncation_is_not_undone() {
+    let window = Window::new(GuardMode::None);
+    let file = window.file();
+    let mapping = window.map(Kind::Cached, &file);
+    mapping.write(4500, b'g');
+    let lock = Locked::new(&file).unwrap_or_else(|| skip("userfaultfd(2) is not allowed"));
+    // Both wait for the file's lock, the truncation first.
+    let truncated = file.try_clone().unwrap();
+    let truncating = spawn(move || truncated.set_len(0).unwrap());
+    let ours = Pid::from_raw(std::process::id() as i32).unwrap();
+    wait_until("truncating", || calls(ours, libc::SYS_ftruncate) == 1);
+    let syncing = spawn(move || mapping.sync());
+    let pid = window.proxy.pid();
+    wait_until("writing", || calls(pid, libc::SYS_fallocate) + calls(pid, libc::SYS_pwritev2) > 0);
+    drop(lock);
+    truncating.join().unwrap();
+    syncing.join().unwrap();
+    assert_eq!((file.metadata().unwrap().len(), byte(&file, 4500)), (0, 0));
+}
+
 fn cached_serves_read_only_files() {
     let window = Window::new(GuardMode::None);
     window.file();
@@ -362,12 +391,7 @@ fn a_locked_file_delays_no_other() {
     let mapping = window.map(Kind::Cached, &file);
     mapping.write(4500, b'g');
     let lock = Locked::new(&file).unwrap_or_else(|| skip("userfaultfd(2) is not allowed"));
-    let writing = || {
-        let tasks = fs::read_dir(format!("/proc/{}/task", window.proxy.pid())).unwrap();
-        let call = |task: io::Result<fs::DirEntry>| fs::read_to_string(task.unwrap().path().join("syscall"));
-        let writes = |call: &String| call.starts_with(&libc::SYS_pwritev2.to_string());
-        tasks.filter_map(|task| call(task).ok()).filter(writes).count()
-    };
+    let writing = || calls(window.proxy.pid(), libc::SYS_fallocate);
     let syncing = spawn(move || {
         mapping.sync();
         mapping

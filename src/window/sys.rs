@@ -1,8 +1,11 @@
 //! System calls that rustix lacks, with all `unsafe` of src/window.
 
+use std::cell::Cell;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::sync::atomic::{Ordering, compiler_fence};
 
+use rustix::io::Errno;
 use rustix::ioctl::{Opcode, opcode};
 
 use crate::linux::{FS_IOC_FIEMAP, SYS_CACHESTAT, ioctl_number};
@@ -156,4 +159,86 @@ fn close_range(first: RawFd, last: RawFd) -> io::Result<()> {
 
 fn check(result: i32) -> io::Result<i32> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+/// The part of a thread's memory that is a mapping of a file in [`store`].
+#[derive(Clone, Copy)]
+struct Target {
+    from: usize,
+    to: usize,
+    /// The first byte whose page the file did not have.
+    cut: usize,
+}
+
+thread_local! {
+    /// Only the thread itself uses it, and [`cut_off`], which interrupts it.
+    static TARGET: Cell<Target> = const { Cell::new(Target { from: 0, to: 0, cut: 0 }) };
+}
+
+/// The size of a page. Makes no system call, as it is asked where few are allowed.
+fn page_size() -> usize {
+    // SAFETY: it takes no pointer.
+    unsafe { libc::sysconf(libc::_SC_PAGESIZE) as usize }
+}
+
+/// Has [`store`] survive a file's end. For processes whose other memory no file's end is in.
+pub fn catch_ends() -> io::Result<()> {
+    // SAFETY: all zeros is a valid value, and the handler has the type that SA_SIGINFO asks for.
+    check(unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = cut_off as *const () as libc::sighandler_t;
+        action.sa_flags = libc::SA_SIGINFO;
+        libc::sigaction(libc::SIGBUS, &raw const action, std::ptr::null_mut())
+    })
+    .map(drop)
+}
+
+/// Puts memory that belongs to no file in the place of what the file does not have. Elsewhere SIGBUS ends the process.
+extern "C" fn cut_off(_signal: libc::c_int, info: *mut libc::siginfo_t, _context: *mut libc::c_void) {
+    // SAFETY: the kernel gives the signal's own information, and a SIGBUS has an address.
+    let at = unsafe { (*info).si_addr() } as usize;
+    let target = TARGET.get();
+    let page = at & !(page_size() - 1);
+    let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED);
+    let replaced = (target.from..target.to).contains(&at) && {
+        // SAFETY: `store` owns this part of the memory, and copies to it now.
+        let memory = unsafe { libc::mmap(page as *mut _, target.to - page, prot, flags, -1, 0) };
+        memory != libc::MAP_FAILED
+    };
+    if replaced {
+        TARGET.set(Target { cut: page.max(target.from), ..target });
+    } else {
+        // SAFETY: it takes no pointer. The same access then ends the process.
+        unsafe { libc::signal(libc::SIGBUS, libc::SIG_DFL) };
+    }
+}
+
+/// Writes to a file that is open for reading and writing as a mapping would: it never becomes longer. Returns how much
+/// of `data` was stored; the rest is behind the file's end, or had no room.
+///
+/// # Errors
+/// Those of mmap(2), before anything is stored.
+pub fn store(file: BorrowedFd, offset: u64, data: &[u8]) -> io::Result<usize> {
+    if data.is_empty() {
+        return Ok(0);
+    }
+    let skipped = (offset % page_size() as u64) as usize;
+    let at = i64::try_from(offset - skipped as u64).map_err(|_| Errno::FBIG)?;
+    let length = (skipped + data.len()).next_multiple_of(page_size());
+    let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED);
+    // SAFETY: the kernel chooses an unused address.
+    let memory = unsafe { libc::mmap(std::ptr::null_mut(), length, prot, flags, file.as_raw_fd(), at) };
+    if memory == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    let (start, to) = (memory as usize + skipped, memory as usize + length);
+    TARGET.set(Target { from: memory as usize, to, cut: to });
+    compiler_fence(Ordering::SeqCst);
+    // SAFETY: the mapping has room for it, and is not `data`. Others may write there at the same time, as to all files.
+    unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), start as *mut u8, data.len()) };
+    compiler_fence(Ordering::SeqCst);
+    let target = TARGET.replace(Target { from: 0, to: 0, cut: 0 });
+    // SAFETY: nothing refers to the mapping any more.
+    unsafe { libc::munmap(memory, length) };
+    Ok(target.cut.saturating_sub(start).min(data.len()))
 }

@@ -1,15 +1,17 @@
 //! The window process's file system: a directory of proxy files named by their nodeids.
 
 use std::io::IoSlice;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
+use rustix::fs::{FallocateFlags, fallocate};
 use rustix::io::{Errno, ReadWriteFlags, pread, pwritev2};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use super::nodes::Node;
 use super::shared::Shared;
 use crate::fuse::abi::*;
+use crate::window::sys;
 
 /// The size of each proxy file. No mapping of a real file ends beyond it, since offsets are below 2^63 and files that
 /// long do not exist, and sums with it do not overflow.
@@ -186,28 +188,64 @@ fn read<'a>(shared: &Shared, nodeid: u64, body: &[u8], out: &'a mut [u8]) -> Rep
     Ok(out)
 }
 
-/// Drops what is beyond the real file's end, and reports that everything was written. If a truncation comes between the
-/// look at the size and the write, the write can undo it.
+/// Drops what is beyond the real file's end, and reports that everything was written.
 fn write<'a>(shared: &Shared, nodeid: u64, body: &[u8], out: &'a mut [u8]) -> Reply<'a> {
     let (args, data): (WriteIn, _) = args(body)?;
     let node = |node: &mut Node| (Arc::clone(&node.real), node.outdated);
     let (file, outdated) = shared.nodes.with(nodeid, node).ok_or(Errno::BADF)?;
-    if outdated {
-        return put(out, &WriteOut { size: args.size, padding: 0 });
+    if !outdated {
+        put_in_place(&file, args.offset, data.get(..args.size as usize).ok_or(Errno::INVAL)?)?;
     }
-    let mut data = data.get(..args.size as usize).ok_or(Errno::INVAL)?;
-    let room = (rustix::fs::fstat(&file)?.st_size as u64).saturating_sub(args.offset);
-    data = &data[..data.len().min(usize::try_from(room).unwrap_or(usize::MAX))];
-    let mut offset = args.offset;
+    put(out, &WriteOut { size: args.size, padding: 0 })
+}
+
+/// Stores what is before the file's end. A host process may truncate the file at any time, and pwrite(2) would make it
+/// longer again.
+fn put_in_place(file: &OwnedFd, offset: u64, data: &[u8]) -> Result<(), Errno> {
+    let (mut done, mut has_room) = (0, false);
+    loop {
+        let at = offset + done as u64;
+        let rest = before_end(file, at, &data[done..])?;
+        let Ok(stored) = sys::store(file.as_fd(), at, rest) else { return write_at(file, at, rest) };
+        done += stored;
+        // The file is shorter now, or a hole has no room.
+        let at = offset + done as u64;
+        let rest = before_end(file, at, &rest[stored..])?;
+        if rest.is_empty() {
+            break;
+        }
+        if has_room {
+            return Err(Errno::IO);
+        }
+        match fallocate(file, FallocateFlags::KEEP_SIZE, at, rest.len() as u64) {
+            Err(Errno::OPNOTSUPP) => return write_at(file, at, rest),
+            done => done?,
+        }
+        has_room = true;
+    }
+    // A store in a mapping is no event. This is one, and changes nothing.
+    let _ = fallocate(file, FallocateFlags::KEEP_SIZE, offset, 1);
+    Ok(())
+}
+
+/// The part of `data` that is before the file's end.
+fn before_end<'a>(file: &OwnedFd, offset: u64, data: &'a [u8]) -> Result<&'a [u8], Errno> {
+    let room = (rustix::fs::fstat(file)?.st_size as u64).saturating_sub(offset);
+    Ok(&data[..data.len().min(usize::try_from(room).unwrap_or(usize::MAX))])
+}
+
+/// For files that cannot be mapped, and for file systems without fallocate(2). This undoes a truncation that came after
+/// the look at the size.
+fn write_at(file: &OwnedFd, mut offset: u64, mut data: &[u8]) -> Result<(), Errno> {
     while !data.is_empty() {
-        match pwritev2(&file, &[IoSlice::new(data)], offset, NOAPPEND) {
+        match pwritev2(file, &[IoSlice::new(data)], offset, NOAPPEND) {
             Ok(0) => return Err(Errno::IO),
             Ok(n) => (data, offset) = (&data[n..], offset + n as u64),
             Err(Errno::INTR) => continue,
             Err(e) => return Err(e),
         }
     }
-    put(out, &WriteOut { size: args.size, padding: 0 })
+    Ok(())
 }
 
 fn fsync(shared: &Shared, nodeid: u64, body: &[u8]) -> Reply<'static> {

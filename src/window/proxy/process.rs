@@ -55,6 +55,7 @@ const CONDITIONAL: &[Condition] = &[
     (SYS_ioctl, 1, seccomp::ANY, sys::BACKING_CLOSE as u64),
     (SYS_mmap, 2, PROT_EXEC as u64, 0),
     (SYS_mprotect, 2, PROT_EXEC as u64, 0),
+    (SYS_fallocate, 1, seccomp::ANY, FALLOC_FL_KEEP_SIZE as u64),
     (SYS_prctl, 0, seccomp::ANY, PR_SET_NAME as u64),
 ];
 
@@ -168,6 +169,7 @@ impl Setup {
         probe(&shared)?;
         enter_root(&shared, &mut fuse)?;
         limit_capabilities(shared.gate.is_ok())?;
+        sys::catch_ends().step("catch SIGBUS")?;
         start_threads(&shared, fuse)?;
         seccomp::apply_list(action, ALLOWED, CONDITIONAL)?;
         Ok(shared)
