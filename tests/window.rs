@@ -7,6 +7,7 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixListener;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -26,15 +27,25 @@ use zerocopy::{FromBytes, IntoBytes};
 /// Of 32 ranges.
 const SIZE: u64 = 32 * RANGE;
 
-/// Proxy files that are the real files. A test sends the events.
-struct Themselves(Mutex<Receiver<Event>>);
+/// Proxy files that are the real files, or empty copies. A test sends the events. Counts how often a copy is to be read
+/// anew.
+struct Themselves(Mutex<Receiver<Event>>, Arc<AtomicUsize>);
 
 impl ProxyFiles for Themselves {
-    fn open(&self, _id: u64, _kind: Kind, real: BorrowedFd) -> io::Result<Opened> {
-        Ok(Opened { fd: real.try_clone_to_owned()?, guarded: true })
+    fn open(&self, _id: u64, kind: Kind, real: BorrowedFd) -> io::Result<Opened> {
+        let fd = match kind {
+            Kind::Through => real.try_clone_to_owned()?,
+            Kind::Cached => {
+                let copy = rustix::fs::memfd_create("copy", rustix::fs::MemfdFlags::CLOEXEC)?;
+                rustix::fs::ftruncate(&copy, 64 * RANGE)?;
+                copy
+            }
+        };
+        Ok(Opened { fd, guarded: true })
     }
 
     fn invalidate(&self, _id: u64) -> io::Result<()> {
+        self.1.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 
@@ -53,6 +64,7 @@ struct Guest {
     window: Arc<Window>,
     dir: TempDir,
     events: Sender<Event>,
+    read_anew: Arc<AtomicUsize>,
 }
 
 impl Guest {
@@ -63,8 +75,9 @@ impl Guest {
         file.set_len(64 * RANGE).unwrap();
         file.write_all_at(b"contents", RANGE).unwrap();
         let root = rustix::fs::open(dir.path(), OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap();
-        let (events, receiver) = channel();
-        let window = Window::new(SIZE, None, Arc::new(Themselves(Mutex::new(receiver)))).unwrap();
+        let ((events, receiver), read_anew) = (channel(), Arc::new(AtomicUsize::new(0)));
+        let files = Themselves(Mutex::new(receiver), read_anew.clone());
+        let window = Window::new(SIZE, None, Arc::new(files)).unwrap();
         let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), config).unwrap();
         let fs = fs.with_window(Some(window.clone()));
         let listener = UnixListener::bind(dir.path().join("socket")).unwrap();
@@ -72,7 +85,7 @@ impl Guest {
         std::thread::spawn(move || device::serve(listener, Arc::new(Server::new(fs)), options));
         let mut frontend = Frontend::connect(&dir.path().join("socket"), Options::default()).unwrap();
         let region = frontend.open_window().unwrap();
-        Self { frontend, region, window, dir, events }
+        Self { frontend, region, window, dir, events, read_anew }
     }
 
     fn init(&self) -> InitOut {
@@ -99,6 +112,23 @@ impl Guest {
             args.extend(RemovemappingOne { moffset, len }.as_bytes());
         }
         self.call(Opcode::Removemapping, 0, &args, 0).map(drop)
+    }
+}
+
+/// The window process does not hear of truncate(2), which makes no event for it.
+#[test]
+fn a_copy_is_read_anew_before_the_guest_knows_another_size() {
+    let guest = Guest::new(Config::default());
+    guest.init();
+    let file = std::fs::File::options().write(true).open(guest.dir.path().join("file")).unwrap();
+    file.set_len(63 * RANGE + 5000).unwrap();
+    let node = guest.lookup(b"file\0").nodeid;
+    // This machine has no memory at address 0, so its pages may be larger than the host's.
+    guest.map(node, 63 * RANGE, 0, RANGE, 0).unwrap();
+    for (len, times) in [(63 * RANGE + 5000, 0), (63 * RANGE + 5001, 1), (63 * RANGE + 5001, 1), (0, 2)] {
+        file.set_len(len).unwrap();
+        guest.call(Opcode::Getattr, node, GetattrIn::default().as_bytes(), size_of::<AttrOut>()).unwrap();
+        assert_eq!(guest.read_anew.load(Ordering::Relaxed), times, "{len}");
     }
 }
 

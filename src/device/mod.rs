@@ -431,6 +431,7 @@ impl<H: Handler> VhostUserBackend for Device<H> {
         self.workers.service.mem.follow();
         self.compare_memory();
         if let Some(window) = &self.window {
+            window.small_pages(self.workers.service.mem.has_small_pages());
             window.committed();
         }
         Ok(())

@@ -15,8 +15,8 @@ use parking_lot::RwLock;
 use vhost_user_backend::bitmap::{AtomicBitmapMmap, BitmapReplace, MemRegionBitmap, MmapLogReg};
 use vm_memory::bitmap::{Bitmap, NewBitmap, RefSlice, WithBitmapSlice};
 use vm_memory::{
-    Address, GuestAddressSpace, GuestMemoryAtomic, GuestMemoryBackend, GuestMemoryLoadGuard, GuestMemoryMmap,
-    GuestMemoryRegion, GuestRegionMmap, MmapRegion,
+    Address, GuestAddress, GuestAddressSpace, GuestMemoryAtomic, GuestMemoryBackend, GuestMemoryLoadGuard,
+    GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap, MmapRegion,
 };
 
 use crate::window::proxy::is_proxy_file;
@@ -58,6 +58,12 @@ impl Tables {
         let near = Memory::from_regions(near).unwrap_or_default();
         let lock = self.near.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         lock.replace(near);
+    }
+
+    /// Whether all of the guest's pages have 4 KiB. It does not say. A machine with memory at address 0 is x86; arm64
+    /// has devices there.
+    pub fn has_small_pages(&self) -> bool {
+        self.all.memory().find_region(GuestAddress(0)).is_some()
     }
 
     /// Keeps what is not a mapped file.
@@ -162,5 +168,18 @@ impl<'a> WithBitmapSlice<'a> for RegionState {
 impl NewBitmap for RegionState {
     fn with_len(_len: usize) -> Self {
         Self::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_machine_with_memory_at_0_has_small_pages() {
+        let of = |ranges: &[_]| Tables::new(Memory::from_ranges(ranges).unwrap());
+        let (low, high) = ((GuestAddress(0), 4096), (GuestAddress(1 << 30), 4096));
+        assert!(of(&[low, high]).has_small_pages());
+        assert!(!of(&[high]).has_small_pages());
     }
 }

@@ -72,6 +72,9 @@ impl PassthroughFs {
 
     /// Runs what gives a file this size. Tells a guest with passthrough of the size in the right order.
     pub(super) fn resize<R>(&self, inode: &Arc<Inode>, size: u64, run: impl FnOnce() -> Result<R>) -> Result<R> {
+        if let Some(window) = &self.window {
+            window.cut(inode.id, size)?;
+        }
         let run = || {
             self.grows(inode.id, size)?;
             self.changing(inode.id, run)
@@ -101,6 +104,9 @@ impl PassthroughFs {
             }
             _ => size,
         };
+        if let Some(window) = self.window.as_ref().filter(|_| size != told) {
+            window.read_anew(inode.id);
+        }
         inode.tell_size(size);
         size
     }

@@ -352,8 +352,8 @@ impl Turn<'_, Dax> {
                 self.close();
                 answer(Ok(()));
             }
-            DaxJob::Vacate { node, from, len, answer } => {
-                let vacated = self.vacate(node, from, len);
+            DaxJob::Vacate { node, from, len, all, answer } => {
+                let vacated = self.vacate(node, from, len, all);
                 answer(vacated);
             }
             DaxJob::Node(NodeJob::Copy, node) => self.copy(node),
@@ -475,9 +475,10 @@ impl Turn<'_, Dax> {
         if !self.revoked.contains_key(&want.node) {
             if let Some(through) = self.through(want)? {
                 let (source, reservations) = (self.file(want.node)?.source.clone(), self.shared.reservations.clone());
-                let of = through.clone();
-                let suits =
-                    self.wait(move |wait| Ok(is_whole(source.get(wait), want)? && has_room(&reservations, want, &of)?));
+                let (of, past_end) = (through.clone(), self.shared.larger_pages.load(Ordering::Relaxed));
+                let suits = self.wait(move |wait| {
+                    Ok(is_whole(source.get(wait), want, past_end)? && has_room(&reservations, want, &of)?)
+                });
                 if suits? {
                     return Ok(through);
                 }
@@ -596,16 +597,16 @@ impl Turn<'_, Dax> {
         }
     }
 
-    /// Replaces by Cached mappings the chunks that the guest may store to. It does not ask again after their blocks are
-    /// gone, and it does not use the file until the request that takes them is answered.
-    fn vacate(&mut self, node: u64, from: u64, len: u64) -> Result<()> {
+    /// Replaces by Cached mappings the chunks that the guest may store to, or all. It does not ask again after their
+    /// blocks are gone, and it does not use the file until the request that takes them is answered.
+    fn vacate(&mut self, node: u64, from: u64, len: u64, all: bool) -> Result<()> {
         let end = from.saturating_add(len);
-        let touched = |m: &Chunk| m.stored && m.from < end && from < m.from + RANGE;
+        let touched = |m: &Chunk| (all || m.stored) && m.from < end && from < m.from + RANGE;
         for (range, chunk) in self.mapped(node, Kind::Through) {
             if !touched(&chunk) {
                 continue;
             }
-            let copy = self.cached(Chunk { writable: true, ..chunk })?;
+            let copy = self.cached(Chunk { writable: chunk.stored, ..chunk })?;
             if self.chunk(range) == Some(chunk) {
                 self.replace(range, chunk, Ok(copy));
             }
@@ -671,11 +672,11 @@ fn open(
     Ok(ProxyFile { id, kind, fd, real, stores, writable, guarded })
 }
 
-/// Whether the file has all the pages that the guest may touch. Call this once the guard is active, so that the answer
-/// stays true.
-fn is_whole(source: &dyn Source, want: Chunk) -> Result<bool> {
+/// Whether the file has all the pages that the guest may touch. `past_end`: it may touch some beyond the file's last
+/// one. Call this once the guard is active, so that the answer stays true.
+fn is_whole(source: &dyn Source, want: Chunk, past_end: bool) -> Result<bool> {
     let facts = source.facts()?;
-    Ok(facts.size >= facts.told_size || want.from + RANGE <= facts.size)
+    Ok((facts.size >= facts.told_size && !past_end) || want.from + RANGE <= facts.size)
 }
 
 /// Whether the file's own pages can be mapped. If the guest may store there, the chunk then has blocks.

@@ -147,6 +147,8 @@ pub struct Shared {
     /// Cached proxy files that are mapped, by nodeid.
     pub cached: Arc<DashMap<u64, CachedFile>>,
     pub reservations: Arc<Reservations>,
+    /// The guest's pages may be larger than the host's.
+    pub larger_pages: AtomicBool,
     /// How many proxy files were ever opened.
     ids: AtomicU64,
 }

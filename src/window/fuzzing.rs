@@ -31,8 +31,14 @@ impl Harness {
         let slots = Slots::new(core.clone(), shared.clone(), slow.clone());
         let dax = Dax::new((size / RANGE) as usize, shared.clone(), slow, jobs.clone(), settings.patience);
         let mapper = Arc::new(Mapper::new(jobs.clone(), shared.clone(), dax, Some(slots)));
-        let window =
-            Arc::new(Window { size, passthrough: Some(Arc::new(Passthrough::new(core.clone()))), jobs, shared, files });
+        let window = Arc::new(Window {
+            size,
+            passthrough: Some(Arc::new(Passthrough::new(core.clone()))),
+            jobs,
+            shared,
+            files,
+            host_page: page_size(),
+        });
         Ok(Self { window, core, mapper })
     }
 

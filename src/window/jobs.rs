@@ -65,6 +65,8 @@ pub enum DaxJob {
         node: u64,
         from: u64,
         len: u64,
+        /// Also where the guest only reads.
+        all: bool,
         answer: Answer,
     },
     /// Of the daemon's own.
@@ -551,7 +553,7 @@ mod tests {
         let answer = Box::new(move |done: Result<(), Errno>| {
             count.fetch_add(usize::from(done == Err(Errno::AGAIN)), Ordering::Relaxed);
         });
-        (DaxJob::Vacate { node, from: 0, len: 1, answer }, refused)
+        (DaxJob::Vacate { node, from: 0, len: 1, all: false, answer }, refused)
     }
 
     #[test]

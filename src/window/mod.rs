@@ -30,6 +30,7 @@ use std::thread;
 use std::time::Instant;
 
 use rustix::io::Errno;
+use rustix::param::page_size;
 
 use crate::fuse::ops::{Answer, Result};
 use dax::Dax;
@@ -45,6 +46,9 @@ pub use passthrough::{EntryState, MIN_SIZE, PATIENCE, Passthrough, Record, Setti
 pub use reservation::Stores;
 use turn::{MayWait, Slow};
 
+/// The largest pages that Linux has, on arm64 for example.
+const LARGEST_PAGE: usize = 64 << 10;
+
 /// The shared memory regions of one device.
 pub struct Window {
     /// Size of the DAX window in bytes. 0 if there is none.
@@ -53,6 +57,8 @@ pub struct Window {
     jobs: Arc<Jobs>,
     shared: Arc<Shared>,
     files: Arc<dyn ProxyFiles>,
+    /// In bytes. The filter of system calls allows no first look at it.
+    host_page: usize,
 }
 
 impl Window {
@@ -74,7 +80,7 @@ impl Window {
             }
             tracing::error!("the window process ended: no file is mapped any more, restart the daemon");
         })?;
-        Ok(Arc::new(Self { size, passthrough, jobs, shared, files }))
+        Ok(Arc::new(Self { size, passthrough, jobs, shared, files, host_page: page_size() }))
     }
 
     /// Sizes of the regions in bytes, by id. The frontend that asks will map.
@@ -124,6 +130,20 @@ impl Window {
     /// The frontend has changed the guest's memory.
     pub fn committed(&self) {
         self.shared.commits.add();
+    }
+
+    /// Whether all of the guest's pages have 4 KiB. Otherwise the last one of a file may reach past the host's last
+    /// one. The file's own pages end there, and the frontend would get SIGBUS.
+    pub fn small_pages(&self, are: bool) {
+        let larger = !are && self.host_page < LARGEST_PAGE;
+        if larger && !self.shared.larger_pages.swap(larger, Ordering::Relaxed) && self.size > 0 {
+            tracing::info!(
+                "the guest's pages may be larger than the host's {} bytes: the DAX window has the end of each file by \
+                 a Cached proxy file",
+                self.host_page
+            );
+        }
+        self.shared.larger_pages.store(larger, Ordering::Relaxed);
     }
 
     /// Makes the mapper drop all mappings soon.
@@ -226,13 +246,22 @@ impl Window {
     /// Runs `change`, which changes a file's contents by a message. The guest still sees one file: what it wrote in
     /// place comes before the change, and what it reads in place is read anew.
     pub fn changing<R>(&self, node: u64, change: impl FnOnce() -> R) -> R {
-        let Some(id) = self.shared.cached.get(&node).map(|file| file.id) else { return change() };
+        if !self.shared.cached.contains_key(&node) {
+            return change();
+        }
         self.sync(node);
         let changed = change();
+        self.read_anew(node);
+        changed
+    }
+
+    /// What the guest reads in place of a Cached proxy file is read anew. Call this before the guest can know that
+    /// others have changed the size of a node's file: fanotify does not report that to the window process.
+    pub fn read_anew(&self, node: u64) {
+        let Some(id) = self.shared.cached.get(&node).map(|file| file.id) else { return };
         if let Err(e) = self.files.invalidate(id) {
             tracing::warn!("the guest may see old contents of a mapped file: {e}");
         }
-        changed
     }
 
     /// Allocates room for what the guest may store in place. Call this before the guest can know that a node's file has
@@ -262,10 +291,25 @@ impl Window {
         if self.shared.reservations.stores(node).is_none() {
             return Ok(());
         }
-        let (send, vacated) = mpsc::channel();
+        self.replace(node, from, len, false)
+    }
+
+    /// Call this before the guest cuts off a node's file there. Waits for the frontend.
+    ///
+    /// # Errors
+    /// Why the mappings beyond cannot be replaced by Cached ones. The file must then stay as it is.
+    pub fn cut(&self, node: u64, to: u64) -> Result<()> {
+        if !self.shared.larger_pages.load(Ordering::Relaxed) || !self.shared.nodes.contains(&node) {
+            return Ok(());
+        }
+        self.replace(node, to, u64::MAX, true)
+    }
+
+    fn replace(&self, node: u64, from: u64, len: u64, all: bool) -> Result<()> {
+        let (send, replaced) = mpsc::channel();
         let answer = Box::new(move |result| send.send(result).unwrap_or_default());
-        self.jobs.send(DaxJob::Vacate { node, from, len, answer });
-        vacated.recv().unwrap_or(Err(Errno::IO))
+        self.jobs.send(DaxJob::Vacate { node, from, len, all, answer });
+        replaced.recv().unwrap_or(Err(Errno::IO))
     }
 
     /// Whether a node's file must not share blocks with another.

@@ -314,6 +314,29 @@ fn what_must_not_be_mapped_itself_goes_through_the_cache() {
     wait_until(|| rig.open() == 1);
 }
 
+/// A page of the guest may reach past the last one that the file has on the host.
+#[test]
+fn where_a_file_ends_it_is_a_copy_if_the_guest_has_larger_pages() {
+    use Kind::{Cached, Through};
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(3 * RANGE + 5000).unwrap();
+    let copied = if page_size() < LARGEST_PAGE { Cached } else { Through };
+    for (larger, last) in [(false, Through), (true, copied)] {
+        let rig = rig(true);
+        rig.window.small_pages(!larger);
+        let source = Arc::new(OneFile(file.try_clone().unwrap()));
+        wait(|answer| rig.window.map((0, 4 * RANGE), 0, false, 7, source, || answer)).unwrap();
+        assert_eq!(rig.mapped(), [(0, Through), (1, Through), (2, Through), (3, last)]);
+        // The guest cuts it off.
+        rig.window.cut(7, RANGE + 1).unwrap();
+        assert_eq!(rig.mapped(), [(0, Through), (1, last), (2, last), (3, last)]);
+        rig.window.cut(7, 0).unwrap();
+        assert_eq!(rig.mapped(), [0, 1, 2, 3].map(|at| (at, last)));
+        rig.unmap(&[(0, 16)]).unwrap();
+        wait_until(|| rig.open() == 0);
+    }
+}
+
 #[test]
 fn a_revoked_file_keeps_its_mappings_but_not_its_pages() {
     let rig = rig(true);

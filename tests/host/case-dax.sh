@@ -97,6 +97,13 @@ case_dax_contents_inode() {
     window_case contents dax-contents.py inode
 }
 
+# A page of this guest may reach past the last one that a file has on the host.
+soak_dax_contents_16k() {
+    "$root/vm-images/setup.sh" tree arm64
+    window_boot=(--kind arm64 --kernel "$(. "$root/vm-images/lib.sh" && arm64_dir)/arm64-16k/vmlinuz")
+    window_case contents dax-contents.py always
+}
+
 # fsx_on_shares BOOT-ARGUMENT...: a guest for each of the shares that fsx_volume names.
 fsx_on_shares() {
     local name names=("${!fsx_volume[@]}") pids=()
