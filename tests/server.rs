@@ -533,6 +533,30 @@ fn the_parts_of_a_message_are_bounded() {
     assert_eq!(guest.raw(100), None);
 }
 
+/// As a guest with pages of 64 KiB sends them.
+#[test]
+fn the_longest_reads_and_writes_are_whole() {
+    let mut guest = Guest::new(Config::default());
+    let mut data: Vec<u8> = (0..DATA_BYTES as u32 + 5000).map(|n| (n >> 12) as u8 ^ n as u8).collect();
+    let path = guest.dir.path().join("file");
+    std::fs::write(&path, &data).unwrap();
+    guest.reply = vec![0; 16 + DATA_BYTES];
+    let node = guest.lookup(b"file\0");
+    let open = OpenIn { flags: libc::O_RDWR as u32, open_flags: 0 };
+    let fh = OpenOut::read_from_prefix(guest.call(Opcode::Open, node, &[open.as_bytes()]).unwrap()).unwrap().0.fh;
+    // The second one ends within a page.
+    for (at, size) in [(0, DATA_BYTES), (DATA_BYTES, 64 << 10)] {
+        let read = ReadIn { fh, offset: at as u64, size: size as u32, ..Default::default() };
+        assert!(guest.call(Opcode::Read, node, &[read.as_bytes()]).unwrap() == &data[at..data.len().min(at + size)]);
+    }
+    let written = data.split_off(5000);
+    let write = WriteIn { fh, offset: 1000, size: DATA_BYTES as u32, ..Default::default() };
+    let out = guest.call(Opcode::Write, node, &[write.as_bytes(), &written]).unwrap();
+    assert_eq!(WriteOut::read_from_prefix(out).unwrap().0.size, DATA_BYTES as u32);
+    let file = std::fs::read(&path).unwrap();
+    assert!(file.len() == DATA_BYTES + 5000 && file[..1000] == data[..1000] && file[1000..][..DATA_BYTES] == written);
+}
+
 /// A copy of several pieces arrives whole. It ends at the end of the file.
 #[test]
 fn a_long_copy_is_whole() {
