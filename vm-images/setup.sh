@@ -8,6 +8,7 @@ usage() {
 usage: setup.sh [--missing] [PART]...
   packages      host packages for the demo (packages/host.list)
   test-packages these and those of the tests (packages/test.list)
+  cross-packages these and the compiler for arm64 (packages/cross.list), on x86-64
   tree          the Debian tree that guests boot from
   tools         the test suites and virtiofsd
   uml-smp       User-Mode Linux for several CPUs
@@ -43,7 +44,7 @@ fi
 parts=("$@")
 ((${#parts[@]})) || parts=("${all[@]}")
 for part in "${parts[@]}"; do
-    [[ " packages test-packages programs callers arm64 distributed ${all[*]} " == *" $part "* ]] || usage
+    [[ " packages test-packages cross-packages programs callers arm64 distributed ${all[*]} " == *" $part "* ]] || usage
 done
 
 if [[ $missing ]]; then
@@ -61,6 +62,9 @@ mapfile -t packages < <(package_list host)
 for part in "${parts[@]}"; do
     [[ $part == tree || $part == packages ]] || { mapfile -t -O "${#packages[@]}" packages < <(package_list test) && break; }
 done
+if [[ " ${parts[*]} " == *" cross-packages "* && $(uname -m) == x86_64 ]]; then
+    mapfile -t -O "${#packages[@]}" packages < <(package_list cross)
+fi
 # The crate's edition needs this version.
 cargo_needed=1.85
 if ! command -v cargo >/dev/null; then
@@ -92,7 +96,7 @@ exec 8>&-
 
 for part in "${parts[@]}"; do
     case $part in
-        packages | test-packages) ;;
+        packages | test-packages | cross-packages) ;;
         guest-kernel) "$times" run "$part" "$guest_kernel/build" ;;
         *) "$times" run "$part" "$here/build-$part" ;;
     esac

@@ -262,12 +262,17 @@ guest_kernel_package() {
     (cd "$out/tar" && xargs cat <series) | cmp - <(cat "${patches[@]}") || fail 'patches are missing, or in another order'
 }
 
-# The release daemon, with the other programs as the unit tests build them. soak_packages_all has release builds of all.
+# The release daemon, with the other programs as the unit tests build them, in $work/programs.
+programs_to_pack() {
+    mkdir "$work/programs"
+    (cd "$root" && CARGO_TARGET_DIR=$root/target cargo build --quiet --package thruway-bench --package thruway-tool --bins)
+    cp "$root"/target/debug/{thruway,thruway-bench} "$THRUWAY_DAEMON" "$work/programs/"
+}
+
+# soak_packages_all has release builds of all programs.
 case_packages() {
     local programs=$work/programs
-    mkdir "$programs"
-    (cd "$root" && CARGO_TARGET_DIR=$root/target cargo build --quiet --package thruway-bench --package thruway-tool --bins)
-    cp "$root"/target/debug/{thruway,thruway-bench} "$THRUWAY_DAEMON" "$programs/"
+    programs_to_pack
     make_packages "$root" "$programs" "$work/packages"
     # From another directory, by another user's settings, with files of other times.
     mkdir "$work/elsewhere"
@@ -304,13 +309,87 @@ soak_packages_all() {
 # would run them. The patches apply to Linux.
 soak_packages_made() {
     local out=$root/target/packages
-    deb_package "$out"/thruway_*.deb
-    rpm_package "$out"/thruway-[!g]*.rpm
-    static_tarball "$out"/thruway-*-static-*.tar.gz
+    deb_package "$out"/thruway_*_"$(dpkg --print-architecture)".deb
+    rpm_package "$out"/thruway-[!g]*."$(uname -m)".rpm
+    static_tarball "$out"/thruway-[!g]*-"$(uname -m)"-static-*.tar.gz
+    arm64_packages "$out"
     container_image "$out/container"
     guest_package "$out"
     guest_kernel_package "$out"/thruway-guest-kernel-*.tar.gz "$out"/thruway-guest-kernel-*.deb
     patches_apply "$out"/thruway-guest-kernel-*.tar.gz
+}
+
+# arm64_packages DIRECTORY: its packages for arm64 have the files of those for x86-64, and programs that start.
+arm64_packages() {
+    local into=$work/arm64 architecture program built sysroot=/usr/aarch64-linux-gnu emulator
+    "$root/vm-images/setup.sh" cross-packages tree arm64
+    emulator=$(. "$root/vm-images/lib.sh" && arm64_dir)/qemu-aarch64
+    for architecture in amd64 arm64; do
+        mkdir -p "$into/$architecture"
+        dpkg-deb -x "$1"/thruway_*_"$architecture".deb "$into/$architecture"
+    done
+    # Of the programs, and of what compressed files have in them, only the names.
+    diff <(cd "$into/amd64" && find . -printf '%m %p\n' | sort) <(cd "$into/arm64" && find . -printf '%m %p\n' | sort) ||
+        fail 'the packages for arm64 have other files'
+    mkdir -p "$into/rpm" "$into/static"
+    rpm2cpio "$1"/thruway-[!g]*.aarch64.rpm | (cd "$into/rpm" && cpio --quiet -idm)
+    tar -C "$into/static" -xf "$1"/thruway-[!g]*-aarch64-static-*.tar.gz
+    for program in libexec/thruwayd bin/thruway bin/thruway-bench; do
+        cmp "$into/arm64/usr/$program" "$into/rpm/usr/$program" || fail 'the packages for arm64 have different programs'
+        for built in "$into/arm64/usr/$program" "$into/static/$program"; do
+            readelf -h "$built" | grep -q 'Machine: *AArch64' || fail "$built is not for arm64"
+            "$emulator" -L "$sysroot" "$built" --version || fail "$built does not start"
+        done
+        ! readelf -lW "$built" | grep -q INTERP || fail "$built needs a loader"
+    done
+    note "thruway for arm64 depends on $(dpkg-deb -f "$1"/thruway_*_arm64.deb Depends)"
+}
+
+# The programs of the packages for arm64 in a guest of that machine, whose kernel knows seccomp and namespaces: the daemon with its usual
+# sandbox, and test programs that start it.
+soak_packages_arm64() {
+    local made=$work/packages target=aarch64-unknown-linux-gnu test
+    "$root/vm-images/setup.sh" cross-packages tree arm64
+    rustup target add "$target" aarch64-unknown-linux-musl
+    programs_to_pack
+    "$root/packaging/build" --out "$made" --programs "$work/programs" deb rpm || fail 'packaging/build failed'
+    "$root/packaging/build" --out "$made" --programs "$work/programs" --machine aarch64 deb rpm static || fail 'packaging/build failed'
+    arm64_packages "$made"
+    with_agent
+    mkdir "$work/guest/tests"
+    cp "$made"/thruway_*_arm64.deb "$work/guest/thruway.deb"
+    cp -r "$work/arm64/static" "$work/guest/"
+    # Those that start the daemon.
+    arm64_tests --no-run --message-format=json --package thruway --test sandbox --test control --test frontends --test hostile_files \
+        --test idle --test reads >"$work/built" || fail 'the tests cannot be built'
+    while read -r test; do
+        aarch64-linux-gnu-strip -o "$work/guest/tests/${test##*/}" "$test"
+    done < <(python3 -c '
+import json, sys
+for line in sys.stdin:
+    message = json.loads(line)
+    if message.get("profile", {}).get("test"): print(message["executable"])' <"$work/built")
+    # An hour: it needs minutes, and more on a busy machine.
+    guest arm64 --kind arm64 --mem 2048 --cpus 2 --no-mount --timeout 3600 "$guest_dir/arm64-daemon.sh" \
+        "$root/target/$target/debug/thruwayd" "$root/target/$target/tmp"
+}
+
+# arm64_tests ARGUMENT...: cargo test for arm64.
+arm64_tests() {
+    (cd "$root" && CARGO_TARGET_DIR=$root/target CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
+        cargo test --locked --target aarch64-unknown-linux-gnu "$@")
+}
+
+# The unit tests, and those with a frontend in the same process, by QEMU's emulation of user programs. It has no seccomp, fanotify,
+# io_uring, cachestat(2) nor ioctls of files' flags, and starts no other program, so that soak_packages_arm64 has the other tests.
+soak_arm64_tests() {
+    local emulator
+    "$root/vm-images/setup.sh" cross-packages tree arm64
+    emulator=$(. "$root/vm-images/lib.sh" && arm64_dir)/qemu-aarch64
+    rustup target add aarch64-unknown-linux-gnu
+    CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="$emulator -L /usr/aarch64-linux-gnu" arm64_tests --workspace --exclude xtask --lib \
+        --test hostile --test frontend --test frontend_leaks --test window --test bounds -- --skip watch::tests --skip lease --skip flags \
+        --skip the_agent_looks_at_everything --skip a_file_in_memory_is_whole || fail 'tests failed'
 }
 
 # bare_root NAME: an empty tree with the mounts of a container.
