@@ -30,6 +30,8 @@ impl<H: Handler> Workers<H> {
     /// there is one, what is in the ring stays there, or until the driver kicks.
     pub(super) fn attend(self: &Arc<Self>, ring: &Arc<Ring>, index: usize, starts: bool) {
         ring.adopt(index);
+        // Its guest has no session any more if an earlier worker process died while it ended that.
+        let leftovers = ring.has_leftovers();
         let waits = || starts && !self.service.handler.has_session() && ring.keeps_what_is_there();
         let mut workers = self.crew.workers.lock();
         if workers.len() <= index {
@@ -43,7 +45,6 @@ impl<H: Handler> Workers<H> {
             if let Err(e) = watched {
                 tracing::error!("nobody hears of the requests of queue {index}: {e}");
             }
-            let leftovers = ring.has_leftovers();
             if !leftovers && waits() {
                 return;
             }
@@ -63,7 +64,7 @@ impl<H: Handler> Workers<H> {
         if let Some(worker) = &workers[index] {
             // If this fails, the dispatcher goes on to wait.
             let _ = ring.watch_kick(&worker.epoll, KICK);
-            if !waits() {
+            if leftovers || !waits() {
                 // It fails only if the event is set already.
                 let _ = worker.wake.write(1);
             }

@@ -177,6 +177,11 @@ impl<F: FileSystem> Server<F> {
         }
         if !self.is_open() {
             return match opcode {
+                // The one who ended the session was killed before it answered: see `serve`.
+                Opcode::Destroy if record::claim().again.is_some() => {
+                    let _ = self.fs.removemapping(&[], reply);
+                    Ok(())
+                }
                 Opcode::Forget | Opcode::BatchForget | Opcode::Interrupt | Opcode::Destroy => {
                     reply.silence();
                     Ok(())
