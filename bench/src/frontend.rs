@@ -32,7 +32,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use thruway::device::offer_cpu;
 
-pub use window::{BASE as WINDOW_BASE, Mapped, Window};
+pub use window::{BASE as WINDOW_BASE, Mapped, Point, Window};
 
 /// Start of guest memory. It is not 0, so that a test can use addresses below it.
 pub const MEMORY_BASE: u64 = 1 << 20;

@@ -140,10 +140,10 @@ struct Begun {
 }
 
 impl Begun {
-    fn worker(worker: Worker, _locks: Vec<File>) -> Self {
-        let Worker { listener, root, proc_self_fd, control } = worker;
+    fn worker(worker: Worker, no_window: String, _locks: Vec<File>) -> Self {
+        let Worker { listener, root, proc_self_fd, control, proxy } = worker;
         let entered = Entered { root, proc_self_fd };
-        Self { listener, control, entered, proxy: None, no_window: NO_WINDOW.into(), _locks }
+        Self { listener, control, entered, proxy, no_window, _locks }
     }
 }
 
@@ -159,20 +159,21 @@ fn begin(options: &Options) -> Result<Begun, Box<dyn Error>> {
     let locks: Vec<File> = pid_file.into_iter().chain(control_pid_file).collect();
     limits::set_nofile(options.rlimit_nofile)?;
     limits::check_threads(options.least_threads())?;
+    let (proxy, no_window) = start_proxy(options)?;
+    sandbox.helper = proxy.as_ref().map(Proxy::pid);
     if options.supervise {
-        return match sandbox::enter_supervised(&sandbox, (listener, control))? {
+        return match sandbox::enter_supervised(&sandbox, (listener, control, proxy))? {
             Side::Parent(first, channel) => {
-                Parent::new(first, channel, locks.into_iter().map(OwnedFd::from).collect()).watch()
+                let locks = locks.into_iter().map(OwnedFd::from).collect();
+                Parent::new(first, channel, locks, sandbox.helper).watch()
             }
-            Side::First(inside, namespaces, (listener, control)) => {
+            Side::First(inside, namespaces, (listener, control, proxy)) => {
                 limit_capabilities(options)?;
-                let worker = supervise::start(inside, namespaces, listener, control, options.keep_alive)?;
-                Ok(Begun::worker(worker, locks))
+                let worker = supervise::start(inside, namespaces, listener, control, proxy, options.keep_alive)?;
+                Ok(Begun::worker(worker, no_window, locks))
             }
         };
     }
-    let (proxy, no_window) = start_proxy(options)?;
-    sandbox.helper = proxy.as_ref().map(Proxy::pid);
     let (entered, (listener, control, proxy)) = sandbox::enter(&sandbox, (listener, control, proxy))?;
     limit_capabilities(options)?;
     Ok(Begun { listener, control, entered, proxy, no_window, _locks: locks })
@@ -189,7 +190,8 @@ fn succeed(options: &Options, inside: Inside, from: Successor) -> Result<Begun, 
         });
         checked.inspect_err(|e| tracing::error!("this program cannot go on: {e}")).is_ok()
     };
-    Ok(Begun::worker(supervise::take_over(inside, from, options.keep_alive, can_go_on)?, Vec::new()))
+    let worker = supervise::take_over(inside, from, options.keep_alive, can_go_on)?;
+    Ok(Begun::worker(worker, NO_WINDOW.into(), Vec::new()))
 }
 
 /// Each thread has its own capabilities, so they are dropped before any thread starts.

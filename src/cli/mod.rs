@@ -97,9 +97,9 @@ pub struct Options {
 
     /// If the process that serves is killed, start another one, which goes on where it was: the guest sees a delay
     ///
-    /// It needs --sandbox namespace. Not together with a window. thruway upgrade, or SIGUSR2, has such a daemon become
-    /// the program that is installed now.
-    #[arg(help_heading = "Socket", long, conflicts_with_all = ["dax_window", "passthrough_window"])]
+    /// It needs --sandbox namespace. Not together with --passthrough-window. thruway upgrade, or SIGUSR2, has such a
+    /// daemon without a window become the program that is installed now.
+    #[arg(help_heading = "Socket", long, conflicts_with = "passthrough_window")]
     pub supervise: bool,
 
     /// The number of request queues, for frontends that ask the daemon for it

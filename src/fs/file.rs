@@ -237,7 +237,7 @@ impl PassthroughFs {
                     })?;
                     opening()
                 })?;
-                inode.tell_size(0);
+                inode.tell_size(0, self.window.is_some());
                 self.drop_capability(file.as_fd());
                 file
             }
@@ -517,9 +517,12 @@ impl Files for PassthroughFs {
                         // Each writer is to hear of it, as each descriptor of a guest with handles.
                         Err(errno) => inode.failures.add(errno),
                     }
-                    inode.hearers.tell(by.pid, &inode.failures)
+                    inode.hearers.tell(by.pid, &inode.failures).inspect_err(|_| inode.heard_of_failure())
                 }
-                (None, Some(handle)) => self.inodes.get(node)?.failures.tell(&handle.heard).and(synced),
+                (None, Some(handle)) => {
+                    let inode = self.inodes.get(node)?;
+                    inode.failures.tell(&handle.heard).inspect_err(|_| inode.heard_of_failure()).and(synced)
+                }
                 (None, None) => synced,
             }
         })

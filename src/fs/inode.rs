@@ -20,7 +20,7 @@ use super::listing::{DirState, Listings};
 use super::{cred, sys};
 use crate::fuse::ops::Result;
 use crate::limits;
-use crate::record::{self, Cell};
+use crate::record::{self, Cell, FoundSize};
 use crate::watch::FileId;
 
 /// Bytes of a directory that are read at a time to find a name: some 1,000 entries, as glibc reads them.
@@ -64,8 +64,7 @@ pub struct Inode {
     /// References that the guest holds. It becomes 0, and rises from 0, only while the table of inodes has its key
     /// locked.
     nlookup: AtomicU64,
-    /// The size that the guest was told last, in bytes.
-    told_size: AtomicU64,
+    told_size: ToldSize,
     /// What the daemon knows of the guest's pages.
     pub contents: Contents,
     /// Failures to write what the guest stored in place.
@@ -94,6 +93,20 @@ pub struct Inode {
     swept: AtomicBool,
     /// What the next worker process finds of it. A change of `place` is recorded before the old one is dropped.
     pub cell: Cell,
+}
+
+/// The size that the guest was told last, in bytes. With a window it is recorded for the next worker process: pages of
+/// a file that the host has cut off must not be mapped while the guest believes in them. So is the last failure.
+#[derive(Default)]
+struct ToldSize {
+    size: AtomicU64,
+    cell: Cell,
+}
+
+impl Drop for ToldSize {
+    fn drop(&mut self) {
+        self.cell.free();
+    }
 }
 
 /// The last failure to write to a file, and a count of them. Each open hears of a failure once. The kernel does the
@@ -297,7 +310,7 @@ impl Inode {
             key,
             parent: AtomicU64::new(0),
             nlookup: AtomicU64::new(nlookup),
-            told_size: AtomicU64::new(0),
+            told_size: ToldSize::default(),
             contents: Contents::default(),
             failures: Failures::default(),
             hearers: Hearers::default(),
@@ -325,12 +338,42 @@ impl Inode {
 
     /// The size that the guest was told last, in bytes.
     pub fn told_size(&self) -> u64 {
-        self.told_size.load(Ordering::Relaxed)
+        self.told_size.size.load(Ordering::Relaxed)
     }
 
-    /// Notes that the guest is told this size.
-    pub fn tell_size(&self, size: u64) {
-        self.told_size.store(size, Ordering::Relaxed);
+    /// Notes that the guest is told this size. `recorded`: for the next worker process, too.
+    pub fn tell_size(&self, size: u64, recorded: bool) {
+        let told = self.told_size.size.swap(size, Ordering::Relaxed);
+        let cell = &self.told_size.cell;
+        match record::get().filter(|_| recorded && (told != size || cell.is_empty())) {
+            Some(record) if cell.is_empty() => cell.set_first(record.told(self.id, size)),
+            Some(_) => cell.set_number(size),
+            None => {}
+        }
+    }
+
+    /// Another process has told the guest this size.
+    pub fn told_before(&self, found: FoundSize) {
+        self.told_size.size.store(found.size, Ordering::Relaxed);
+        self.told_size.cell.set(found.cell);
+        if found.failure != 0 {
+            self.failures.add(Errno::from_raw_os_error(found.failure));
+        }
+    }
+
+    /// What the guest stored in place could not be written. The next worker process tells it too, if no open of the
+    /// file has heard of it until then.
+    pub fn failed(&self, errno: Errno) {
+        self.failures.add(errno);
+        if let Some(record) = record::get().filter(|_| self.told_size.cell.is_empty()) {
+            self.told_size.cell.set_first(record.told(self.id, self.told_size()));
+        }
+        self.told_size.cell.set_failure(errno.raw_os_error());
+    }
+
+    /// An open of the file has heard of the last failure.
+    pub fn heard_of_failure(&self) {
+        self.told_size.cell.set_failure(0);
     }
 
     /// Whether somebody had it open for writing when the guest opened it last.

@@ -17,7 +17,8 @@ use super::lease::{is_fixed, is_program};
 use crate::fuse::Reply;
 use crate::fuse::abi::*;
 use crate::fuse::ops::{Answer, Mappings, Result};
-use crate::window::{Facts, Passthrough, Source, Window};
+use crate::record::{Found, FoundMapping};
+use crate::window::{Facts, Left, Passthrough, Source, Window};
 
 impl PassthroughFs {
     fn window(&self) -> Result<&Window> {
@@ -107,7 +108,7 @@ impl PassthroughFs {
         if let Some(window) = self.window.as_ref().filter(|_| size != told) {
             window.read_anew(inode.id);
         }
-        inode.tell_size(size);
+        inode.tell_size(size, self.window.is_some());
         size
     }
 
@@ -146,6 +147,27 @@ impl PassthroughFs {
             let look = || inode.with_fd(&self.places, |fd| stat(fd, c"").map(|st| (st.stx_size, st.stx_blocks)));
             pass.saw(inode.id, st.stx_size, st.stx_blocks, look);
         }
+    }
+
+    /// Takes over what another process has left of the DAX window, if there is one.
+    pub(super) fn take_over_mappings(&self, found: &mut Found) {
+        for size in std::mem::take(&mut found.sizes) {
+            match self.inodes.get(size.node) {
+                Ok(inode) => inode.told_before(size),
+                Err(_) => size.cell.free(),
+            }
+        }
+        let (left, rooms) = (std::mem::take(&mut found.mappings), std::mem::take(&mut found.rooms));
+        let Some(window) = self.window.as_ref().filter(|window| window.dax_size() > 0) else { return };
+        let with_source = |found: FoundMapping| {
+            let inode = self.inodes.get(found.range.node).ok().filter(|inode| inode.format() == libc::S_IFREG);
+            if let Some(inode) = inode.as_ref().filter(|_| self.has(InitFlags::HAS_INODE_DAX)) {
+                // The guest has decided for it.
+                self.grants.ask(inode.id, inode.told_size(), false);
+            }
+            Left(found, inode.map(|inode| self.opener(inode) as Arc<dyn Source>))
+        };
+        window.take_over(left.into_iter().map(with_source).collect(), rooms, found.proxy);
     }
 
     fn opener(&self, inode: Arc<Inode>) -> Arc<Opener> {
@@ -255,6 +277,6 @@ impl Source for Opener {
     }
 
     fn failed(&self, errno: Errno) {
-        self.inode.failures.add(errno);
+        self.inode.failed(errno);
     }
 }

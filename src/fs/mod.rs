@@ -383,6 +383,10 @@ impl Control for PassthroughFs {
         self.take_over_found(flags, found)
     }
 
+    fn take_over_rest(&self, mut found: Found) {
+        self.take_over_mappings(&mut found);
+    }
+
     fn load(&self, flags: InitFlags, state: &[u8]) -> io::Result<()> {
         if flags.contains(InitFlags::PASSTHROUGH_SHM) {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "the source's guest has window passthrough"));

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::os::fd::AsFd;
+use std::sync::atomic::Ordering;
 
 use rustix::fs::OFlags;
 use rustix::io::Errno;
@@ -18,17 +19,23 @@ use crate::record::{self, Found, FoundHandle, FoundInode, FoundPlace};
 impl PassthroughFs {
     /// Whether this daemon can have what INIT settled.
     pub(super) fn check_settled(&self, flags: InitFlags) -> io::Result<()> {
-        let missing = flags - self.settle(flags, true)?.flags;
+        let mut missing = flags - self.settle(flags, true)?.flags;
+        if self.window.as_ref().is_some_and(|window| window.dax_size() > 0) {
+            // There is no frontend yet that maps.
+            missing -= InitFlags::MAP_ALIGNMENT | InitFlags::HAS_INODE_DAX;
+        }
         if missing.is_empty() {
+            self.session.store(flags.bits(), Ordering::Relaxed);
             return Ok(());
         }
         Err(io::Error::other(format!("the guest uses {missing:?}, which this daemon does not offer")))
     }
 
     /// There must be no requests meanwhile.
-    pub(super) fn take_over_found(&self, flags: InitFlags, found: Found) -> io::Result<()> {
+    pub(super) fn take_over_found(&self, flags: InitFlags, mut found: Found) -> io::Result<()> {
         self.check_settled(flags)?;
-        let Found { inodes, handles, locks, next_id, generation } = found;
+        let (inodes, handles) = (std::mem::take(&mut found.inodes), std::mem::take(&mut found.handles));
+        let Found { next_id, generation, .. } = found;
         if next_id > ROOT_ID {
             self.inodes.set_next_id(next_id);
         }
@@ -45,13 +52,14 @@ impl PassthroughFs {
             let files = self.inodes.all().into_iter().filter(|inode| inode.format() == libc::S_IFREG);
             files.for_each(|inode| inode.nameless().into_iter().for_each(|last| inode.remove(last)));
         }
-        for lock in locks {
+        for lock in std::mem::take(&mut found.locks) {
             let Some(file) = record::left_behind(lock.fd) else { continue };
             if let Ok(handle) = self.handles.get(lock.node, lock.fh) {
                 handle.locked_by(lock.owner);
             }
             self.locks.add_again(lock.node, lock.owner, file, lock.cell);
         }
+        self.take_over_mappings(&mut found);
         tracing::info!("the session goes on: the guest knows {known} files and has {open} open, {lost} are lost");
         Ok(())
     }

@@ -42,8 +42,11 @@ impl<F: FileSystem> Server<F> {
     /// If this daemon cannot have what INIT settled. There is no session then.
     pub fn take_over(&self) -> io::Result<()> {
         let Some(record) = record::get() else { return Ok(()) };
-        let Some((session, minor)) = record.session() else { return Ok(()) };
         self.enter_thread();
+        let Some((session, minor)) = record.session() else {
+            self.fs.take_over_rest(record.take_over());
+            return Ok(());
+        };
         let flags = flags(session)?;
         self.fs.take_over(flags, record.take_over())?;
         self.minor.store(minor, Ordering::Relaxed);

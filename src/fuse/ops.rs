@@ -94,6 +94,8 @@ pub trait Control {
     fn take_over(&self, _flags: InitFlags, _found: Found) -> io::Result<()> {
         Err(io::ErrorKind::Unsupported.into())
     }
+    /// Takes over what there is although the guest has no session.
+    fn take_over_rest(&self, _found: Found) {}
     /// Whether [`take_over`](Self::take_over) could go on with this.
     ///
     /// # Errors

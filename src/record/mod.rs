@@ -6,8 +6,9 @@
 //! which lives on when one of them dies. With the descriptors live the locks, the positions in directories, and files
 //! that have no name left.
 //!
-//! A *cell* is 32 bytes: a nodeid with its place, an open file, a lock's owner, or a part of a longer place. Rule: a
-//! cell that names a descriptor is freed before the descriptor is closed, since another file may get the number.
+//! A *cell* is 32 bytes: a nodeid with its place, an open file, a lock's owner, a range of the DAX window, a number of
+//! a file, or a part of a longer place. Rule: a cell that names a descriptor is freed before the descriptor is closed,
+//! since another file may get the number.
 //!
 //! Without `--supervise` there is no record, and each of its functions does nothing.
 
@@ -31,15 +32,18 @@ use crate::limits::CHAINS;
 
 /// What the words mean. Another number: a program of before cannot go on with it, nor one of after. To be raised with
 /// every change of what is written here and in `ring`.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// Words of the header: what INIT settled, the guest's minor version, the nodeid that comes next, cells ever used, the
-/// highest generation of an `fh`.
+/// highest generation of an `fh`, the highest number of a proxy file.
 const SESSION: usize = 0;
 const MINOR: usize = 1;
 const NEXT_ID: usize = 2;
 const USED: usize = 3;
 const GENERATION: usize = 4;
+const PROXY: usize = 5;
+/// For tests.
+const STEP: usize = 6;
 const RINGS_AT: usize = 8;
 
 /// The most rings of a device: the high priority queue and 63 request queues.
@@ -65,6 +69,15 @@ const INODE: u64 = 1;
 const HANDLE: u64 = 2;
 const LOCK: u64 = 3;
 const PIECE: u64 = 4;
+const MAPPING: u64 = 5;
+const ROOM: u64 = 6;
+const TOLD: u64 = 7;
+
+/// How far a mapping is: the second byte of its first word.
+const STANDING: u64 = 0xff << 8;
+/// Bits of a mapping's third word, which is a multiple of 2 MiB.
+const STORED: u64 = 1;
+const WRITABLE: u64 = 2;
 
 /// How an inode's file is found: the second byte.
 const BY_FD: u64 = 1;
@@ -110,6 +123,19 @@ pub fn begin(claim: Claim) {
 pub fn note(value: impl FnOnce() -> u64) -> Option<u64> {
     let (record, id) = (get()?, claim().id);
     if id == 0 { None } else { RingRecord::note(record, id, value) }
+}
+
+/// For tests: a worker of a debug build ends where it comes to a step for the nth time, counted over all workers, if
+/// the environment variable THRUWAY_TEST_KILL is "step n".
+pub fn step(name: &str) {
+    if !cfg!(debug_assertions) {
+        return;
+    }
+    let wanted = std::env::var("THRUWAY_TEST_KILL").unwrap_or_default();
+    let Some(nth) = wanted.strip_prefix(name).and_then(|rest| rest.trim_start().parse::<u64>().ok()) else { return };
+    if get().is_some_and(|record| record.words.at(STEP).fetch_add(1, Ordering::AcqRel) + 1 == nth) {
+        std::process::abort();
+    }
 }
 
 /// The process's record, of which there is one, as it has one session.
@@ -234,6 +260,75 @@ pub struct FoundLock {
     pub fh: u64,
 }
 
+/// How far a mapping of the DAX window is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Standing {
+    /// The frontend has it.
+    There = 0,
+    /// The guest relies on it, and the frontend may have it, or what was there before, or nothing.
+    Changing = 1,
+    /// The guest does not rely on it yet, or not any more. The frontend may have it.
+    Loose = 2,
+}
+
+/// A range of the DAX window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Range {
+    /// Which one.
+    pub number: u32,
+    /// Its file's nodeid.
+    pub node: u64,
+    /// Where in the file it begins, a multiple of 2 MiB.
+    pub from: u64,
+    /// The number of its proxy file.
+    pub proxy: u64,
+    /// That proxy file can be written to.
+    pub writable: bool,
+    /// The guest may store there.
+    pub stored: bool,
+}
+
+impl Range {
+    const fn third(&self) -> u64 {
+        self.from | if self.stored { STORED } else { 0 } | if self.writable { WRITABLE } else { 0 }
+    }
+}
+
+/// A mapping that the guest had.
+#[derive(Debug)]
+pub struct FoundMapping {
+    /// Its cell.
+    pub cell: Cell,
+    /// What is mapped where.
+    pub range: Range,
+    /// How far it is.
+    pub standing: Standing,
+}
+
+/// A number that belongs to a file.
+#[derive(Debug)]
+pub struct FoundNumber {
+    /// Its cell.
+    pub cell: Cell,
+    /// The nodeid.
+    pub node: u64,
+    /// The number.
+    pub value: u64,
+}
+
+/// What the guest was told of a file.
+#[derive(Debug)]
+pub struct FoundSize {
+    /// Its cell.
+    pub cell: Cell,
+    /// The nodeid.
+    pub node: u64,
+    /// The size.
+    pub size: u64,
+    /// What the guest stored in place could not be written, for this reason (errno), and the guest was not told. Or 0.
+    pub failure: i32,
+}
+
 /// A session that another process has left.
 #[derive(Debug, Default)]
 pub struct Found {
@@ -247,6 +342,14 @@ pub struct Found {
     pub next_id: u64,
     /// Above this, no generation of an `fh` was given out. A RELEASE that is served again must not find another file.
     pub generation: u32,
+    /// Ranges of the DAX window.
+    pub mappings: Vec<FoundMapping>,
+    /// Up to where the ranges of a file have blocks that the guest may store to.
+    pub rooms: Vec<FoundNumber>,
+    /// The sizes that the guest was told last.
+    pub sizes: Vec<FoundSize>,
+    /// Above this, no number of a proxy file was given out.
+    pub proxy: u64,
 }
 
 impl Record {
@@ -437,7 +540,8 @@ impl Record {
     pub fn take_over(&'static self) -> Found {
         let used = self.used();
         let [next_id, generation] = [NEXT_ID, GENERATION].map(|word| self.words.at(word).load(Ordering::Acquire));
-        let mut found = Found { next_id, generation: generation as u32, ..Found::default() };
+        let proxy = self.words.at(PROXY).load(Ordering::Acquire);
+        let mut found = Found { next_id, generation: generation as u32, proxy, ..Found::default() };
         let mut pieces = vec![false; used as usize + 1];
         for cell in 1..=used {
             let [first, a, b, c] = std::array::from_fn(|word| self.word(cell, word));
@@ -461,6 +565,19 @@ impl Record {
                 }
                 HANDLE => found.handles.push(FoundHandle { cell: this(), fh: a, node: b, fd }),
                 LOCK => found.locks.push(FoundLock { cell: this(), owner: a, node: b, fh: c, fd }),
+                MAPPING => {
+                    let (stored, writable) = (b & STORED != 0, b & WRITABLE != 0);
+                    let (number, from) = ((first >> 32) as u32, b & !(STORED | WRITABLE));
+                    let range = Range { number, node: a, from, proxy: c, writable, stored };
+                    let standing = match first & STANDING {
+                        standing if standing == (Standing::There as u64) << 8 => Standing::There,
+                        standing if standing == (Standing::Changing as u64) << 8 => Standing::Changing,
+                        _ => Standing::Loose,
+                    };
+                    found.mappings.push(FoundMapping { cell: this(), range, standing });
+                }
+                ROOM => found.rooms.push(FoundNumber { cell: this(), node: a, value: b }),
+                TOLD => found.sizes.push(FoundSize { cell: this(), node: a, size: b, failure: c as i32 }),
                 _ => {}
             }
         }
@@ -477,11 +594,20 @@ impl Record {
         found
     }
 
-    /// Forgets the files that another process has left, and the session. For a process that has not taken it over.
-    pub fn wipe(&self) {
+    /// Forgets the files that another process has left, and the session. For a process that has not taken it over. The
+    /// frontend may still have mappings if there `is` one.
+    pub fn wipe(&self, is_frontend: bool) {
         self.set_session(0, 0);
         for cell in 1..=self.used() {
-            self.set_word(cell, 0, FREE);
+            let first = self.word(cell, 0);
+            self.set_word(
+                cell,
+                0,
+                match first & 0xff {
+                    MAPPING if is_frontend => first & !STANDING | (Standing::Loose as u64) << 8,
+                    _ => FREE,
+                },
+            );
         }
     }
 
@@ -500,6 +626,27 @@ impl Record {
     pub fn handle(&self, fh: u64, node: u64, fd: RawFd) -> Cell {
         self.words.at(GENERATION).fetch_max(fh >> 32, Ordering::AcqRel);
         self.add(HANDLE | u64::from(fd as u32) << 32, [fh, node, claim().id])
+    }
+
+    /// Notes that a number of a proxy file is given out.
+    pub fn gave_proxy(&self, id: u64) {
+        self.words.at(PROXY).fetch_max(id, Ordering::AcqRel);
+    }
+
+    /// Records a range of the DAX window.
+    pub fn range(&self, range: &Range, standing: Standing) -> Cell {
+        let first = MAPPING | (standing as u64) << 8 | u64::from(range.number) << 32;
+        self.add(first, [range.node, range.third(), range.proxy])
+    }
+
+    /// Records up to where a file's ranges have blocks.
+    pub fn room(&self, node: u64, end: u64) -> Cell {
+        self.add(ROOM, [node, end, 0])
+    }
+
+    /// Records the size that the guest was told.
+    pub fn told(&self, node: u64, size: u64) -> Cell {
+        self.add(TOLD, [node, size, 0])
     }
 
     /// Records an owner of locks. `fh`: the open file through which it asks.
@@ -527,6 +674,44 @@ impl Cell {
             let old = record.word(cell, 0);
             record.set_word(cell, 0, INODE | old & FORMAT | record.place(place));
             record.free_pieces(old);
+        }
+    }
+
+    /// How far the range's mapping is.
+    pub fn set_standing(&self, standing: Standing) {
+        if let Some((record, cell)) = self.in_use() {
+            record.set_word(cell, 0, record.word(cell, 0) & !STANDING | (standing as u64) << 8);
+        }
+    }
+
+    /// Notes what is mapped in the range. Unless only `stored` is another, it must not be [`Standing::There`].
+    pub fn set_range(&self, range: &Range) {
+        if let Some((record, cell)) = self.in_use() {
+            record.set_word(cell, 1, range.node);
+            record.set_word(cell, 3, range.proxy);
+            record.set_word(cell, 2, range.third());
+        }
+    }
+
+    /// Notes a file's number.
+    pub fn set_number(&self, value: u64) {
+        if let Some((record, cell)) = self.in_use() {
+            record.set_word(cell, 2, value);
+        }
+    }
+
+    /// Notes a failure that the guest is to be told of, or 0. The cell has what the guest was told.
+    pub fn set_failure(&self, errno: i32) {
+        if let Some((record, cell)) = self.in_use() {
+            record.set_word(cell, 3, errno as u64);
+        }
+    }
+
+    /// Makes this another cell, which is freed if this is one already.
+    pub fn set_first(&self, other: Self) {
+        let new = other.0.load(Ordering::Relaxed);
+        if self.0.compare_exchange(0, new, Ordering::Relaxed, Ordering::Relaxed).is_err() {
+            other.free();
         }
     }
 
@@ -649,6 +834,26 @@ mod tests {
     }
 
     #[test]
+    fn ranges_are_found_as_far_as_they_are() {
+        let record = record();
+        let range = Range { number: 447, node: 9, from: 5 << 21, proxy: u64::MAX / 2, writable: true, stored: false };
+        let all = [Standing::There, Standing::Changing, Standing::Loose];
+        for standing in all {
+            record.range(&range, standing);
+        }
+        let found = || {
+            let found = record.take_over().mappings.into_iter();
+            found.map(|found| (found.range, found.standing)).collect::<Vec<_>>()
+        };
+        assert_eq!(found(), all.map(|standing| (range, standing)));
+        // Without a session the guest relies on nothing, and the frontend may still have it.
+        record.wipe(true);
+        assert_eq!(found(), all.map(|_| (range, Standing::Loose)));
+        record.wipe(false);
+        assert!(found().is_empty());
+    }
+
+    #[test]
     fn descriptors_are_named() {
         let record = record();
         record.inode(2, 1, libc::S_IFREG, &Place::Fd(30));
@@ -657,7 +862,7 @@ mod tests {
         record.handle(1 << 32, 2, 32);
         record.lock(5, 2, 33, 1 << 32);
         assert_eq!(record.descriptors(), [30, 31, 32, 33]);
-        record.wipe();
+        record.wipe(true);
         assert!(record.descriptors().is_empty());
         let found = record.take_over();
         assert!(found.inodes.is_empty() && found.handles.is_empty() && found.locks.is_empty());

@@ -35,6 +35,7 @@ pub const ADD_MEM_REG: u32 = 37;
 pub const REM_MEM_REG: u32 = 38;
 pub const SET_DEVICE_STATE_FD: u32 = 42;
 pub const CHECK_DEVICE_STATE: u32 = 43;
+pub const GET_SHMEM_CONFIG: u32 = 44;
 
 /// The version, in the flags of a header.
 const VERSION: u32 = 1;
@@ -118,6 +119,16 @@ impl Message {
             }
         }
         Ok(())
+    }
+
+    /// Whether it asks for a reply, although its kind has none of its own.
+    pub fn needs_reply(&self) -> bool {
+        self.flags & NEED_REPLY != 0
+    }
+
+    /// The same message with another descriptor.
+    pub fn with(&self, fd: OwnedFd) -> Self {
+        Self { request: self.request, flags: self.flags, body: self.body.clone(), fds: vec![fd] }
     }
 
     /// The same message, which asks for no reply.

@@ -12,6 +12,7 @@
 //! The *parent* is the process outside of the sandbox that was started. It can have another program take the
 //! supervisor's place (`parent`, `handover`).
 
+mod channel;
 mod handover;
 mod message;
 mod parent;
@@ -35,6 +36,8 @@ use rustix::process::{
 
 use crate::record::{self, LeftAs, RINGS, Record};
 use crate::sandbox::{self, Inside};
+use crate::window::proxy::Proxy;
+use channel::Channel;
 use handover::Estate;
 use message::Message;
 pub use parent::{Handed, Parent, Successor, understood};
@@ -58,6 +61,8 @@ pub struct Worker {
     pub proc_self_fd: OwnedFd,
     /// Where the control socket's clients connect.
     pub control: Option<UnixListener>,
+    /// Its end of the window process.
+    pub proxy: Option<Proxy>,
 }
 
 /// Supervises workers. Returns in each worker process. The calling process exits when the last worker has ended, with
@@ -70,6 +75,7 @@ pub fn start(
     namespaces: Vec<OwnedFd>,
     listener: UnixListener,
     control: Option<UnixListener>,
+    proxy: Option<Proxy>,
     keep_alive: bool,
 ) -> io::Result<Worker> {
     // The worker has a way to /proc/1/mem of the sandbox, and may not use it.
@@ -82,6 +88,7 @@ pub fn start(
     let version = env!("CARGO_PKG_VERSION").into();
     let estate = Estate { version, workers: 0, stopped: 0, listener, control, frontend: None, settled, pending };
     let mut supervisor = Supervisor::new(own, inside, keep_alive, record, estate);
+    supervisor.proxy = proxy;
     match supervisor.hire()? {
         Hired::Worker(worker) => {
             // What the supervisor has stays open.
@@ -202,6 +209,10 @@ enum Event {
     Frontend,
     /// The worker has sent something.
     Reply,
+    /// The worker asks something of the frontend.
+    Request,
+    /// The frontend has replied to that.
+    FrontendReply,
     /// The worker has ended.
     End,
     /// The parent has another program for this one's place.
@@ -220,6 +231,10 @@ struct Supervisor {
     /// What is left to a successor. `pending`: the message that the worker has got last. It may not have done what the
     /// message says. `stopped`: 0 unless the worker is stopped for a successor.
     estate: Estate,
+    /// The window process, which outlives workers.
+    proxy: Option<Proxy>,
+    /// The workers' requests to the frontend.
+    channel: Channel,
     successor: Option<UnixStream>,
     /// Whether the parent may say something.
     has_parent: bool,
@@ -228,7 +243,19 @@ struct Supervisor {
 impl Supervisor {
     fn new(own: BTreeSet<RawFd>, inside: Inside, keep_alive: bool, record: &'static Record, estate: Estate) -> Self {
         let estate = Estate { version: env!("CARGO_PKG_VERSION").into(), stopped: 0, ..estate };
-        Self { own, inside, keep_alive, record, fruitless: 0, estate, successor: None, has_parent: true }
+        let (proxy, channel) = (None, Channel::default());
+        Self {
+            own,
+            inside,
+            keep_alive,
+            record,
+            fruitless: 0,
+            estate,
+            proxy,
+            channel,
+            successor: None,
+            has_parent: true,
+        }
     }
 
     /// Starts a worker.
@@ -257,7 +284,9 @@ impl Supervisor {
         self.record.install();
         let (root, proc_self_fd) = worker_files(&self.inside)?;
         let control = self.estate.control.as_ref().map(UnixListener::try_clone).transpose()?;
-        Ok(Worker { listener, root, proc_self_fd, control })
+        let proxy = self.proxy.as_ref().map(Proxy::try_clone).transpose()?;
+        proxy.iter().for_each(Proxy::greet);
+        Ok(Worker { listener, root, proc_self_fd, control, proxy })
     }
 
     /// Requests that were answered.
@@ -277,6 +306,8 @@ impl Supervisor {
                 Event::Frontend if self.estate.frontend.is_none() => self.accept(&mut process)?,
                 Event::Frontend => self.forward(&mut process)?,
                 Event::Reply => self.answer(&mut process)?,
+                Event::Request => self.channel.ask(),
+                Event::FrontendReply => self.channel.reply(),
                 Event::Upgrade => self.meet_successor(),
                 Event::Successor => self.hear_successor(&process),
             }
@@ -290,7 +321,8 @@ impl Supervisor {
             let reply = process.connection.as_ref().map_or(end, AsFd::as_fd);
             let successor = self.successor.as_ref().filter(|_| self.estate.stopped == 0).map_or(end, AsFd::as_fd);
             let parent = if self.has_parent { self.inside.channel.as_fd() } else { end };
-            let fds = [end, reply, asked, parent, successor];
+            let [request, answer] = self.channel.ends().map(|fd| fd.unwrap_or(end));
+            let fds = [end, reply, asked, parent, successor, request, answer];
             let mut fds = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
             match poll(&mut fds, None) {
                 Err(Errno::INTR) => continue,
@@ -301,8 +333,10 @@ impl Supervisor {
                 // What it has sent before its end counts.
                 [_, true, ..] if process.connection.is_some() => return Ok(Event::Reply),
                 [true, ..] => return Ok(Event::End),
-                [.., true] => return Ok(Event::Successor),
-                [_, _, _, true, _] => return Ok(Event::Upgrade),
+                [.., true] => return Ok(Event::FrontendReply),
+                [.., true, _] => return Ok(Event::Request),
+                [.., true, _, _] => return Ok(Event::Successor),
+                [_, _, _, true, ..] => return Ok(Event::Upgrade),
                 [_, _, true, ..] => return Ok(Event::Frontend),
                 _ => {}
             }
@@ -402,7 +436,7 @@ impl Supervisor {
             self.estate.settled.note(before, None);
         }
         // If this fails, the worker is dead, and the next one gets the message.
-        let _ = process.connection.as_ref().map(|worker| message.send(worker));
+        let _ = process.connection.as_ref().map(|worker| pass(&mut self.channel, &message, worker));
         self.estate.pending = Some(message);
         Ok(())
     }
@@ -436,6 +470,7 @@ impl Supervisor {
     fn hang_up(&mut self, process: &mut Process) {
         process.connection = None;
         (self.estate.frontend, self.estate.pending) = (None, None);
+        self.channel = Channel::default();
         self.estate.settled = Settled::default();
         if !self.keep_alive {
             // The worker ends then.
@@ -461,6 +496,7 @@ impl Supervisor {
             tracing::warn!("the process that serves was killed by signal {signal}: another one goes on");
         }
         process.connection = None;
+        self.channel.abandon();
         let suspect = soon && signal != libc::SIGKILL && signal != libc::SIGTERM;
         for index in 0..RINGS {
             let ring = self.record.ring(index);
@@ -474,7 +510,7 @@ impl Supervisor {
             }
         }
         if self.estate.frontend.is_none() || self.record.session().is_none() {
-            self.record.wipe();
+            self.record.wipe(self.estate.frontend.is_some());
         }
         self.close_the_rest(process)?;
         self.retire();
@@ -487,7 +523,7 @@ impl Supervisor {
     }
 
     /// Has a new worker go on for the frontend, if there is one.
-    fn resume_if_used(&self, process: &mut Process) {
+    fn resume_if_used(&mut self, process: &mut Process) {
         if self.estate.frontend.is_some() {
             if let Err(e) = self.resume(process) {
                 // If it is dead, its end is the next event.
@@ -498,9 +534,10 @@ impl Supervisor {
     }
 
     /// Tells a new worker what the frontend has settled, and what it said last.
-    fn resume(&self, process: &mut Process) -> io::Result<()> {
+    fn resume(&mut self, process: &mut Process) -> io::Result<()> {
         let connection = UnixStream::connect_addr(&process.address)?;
-        self.estate.settled.tell(&connection, || {
+        let theirs = self.estate.settled.channel().map(|fd| self.channel.open(fd)).transpose()?;
+        self.estate.settled.tell(&connection, theirs, || {
             let mut fds =
                 [connection.as_fd(), process.pidfd.as_fd()].map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
             while poll(&mut fds, None) == Err(Errno::INTR) {}
@@ -508,7 +545,7 @@ impl Supervisor {
             came.ok_or_else(|| io::ErrorKind::ConnectionAborted.into())
         })?;
         if let Some(pending) = &self.estate.pending {
-            pending.send(&connection)?;
+            pass(&mut self.channel, pending, &connection)?;
         }
         process.connection = Some(connection);
         Ok(())
@@ -521,12 +558,21 @@ impl Supervisor {
         let pending = self.estate.pending.iter().flat_map(|message| &message.fds).map(AsRawFd::as_raw_fd);
         let mut kept: BTreeSet<RawFd> = self.record.descriptors().into_iter().collect();
         kept.extend(own.into_iter().chain(sockets).chain(pending).chain(self.estate.settled.descriptors()));
+        kept.extend(self.channel.descriptors());
         for fd in descriptors(&self.inside.proc)? {
             if !kept.contains(&fd) && !self.own.contains(&fd) {
                 drop(record::left_behind(fd));
             }
         }
         Ok(())
+    }
+}
+
+/// Passes a message of the frontend's on to a worker. A channel for requests to the frontend stays here.
+fn pass(channel: &mut Channel, message: &Message, worker: &UnixStream) -> io::Result<()> {
+    match message.fds.first() {
+        Some(fd) if message.request == message::SET_BACKEND_REQ_FD => message.with(channel.connect(fd)?).send(worker),
+        _ => message.send(worker),
     }
 }
 

@@ -16,6 +16,7 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio, exit};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use caps::CapSet;
@@ -127,6 +128,7 @@ impl Handed {
                     channel: take(channel)?.into(),
                     sandbox: Some((all(namespaces)?, take(proc)?)),
                     locks: all(locks)?,
+                    helper: None,
                     upgrades,
                 })
             }
@@ -175,13 +177,15 @@ pub struct Parent {
     sandbox: Option<(Vec<OwnedFd>, OwnedFd)>,
     /// Files that are locked as long as the daemon runs.
     locks: Vec<OwnedFd>,
+    /// The window process, which is a child of this one.
+    helper: Option<Pid>,
     /// How many there were. `thruway upgrade` sees a change in /proc/PID/environ.
     upgrades: u32,
 }
 
 impl Parent {
     /// For the sandbox's first process.
-    pub fn new(first: Pid, channel: UnixStream, locks: Vec<OwnedFd>) -> Self {
+    pub fn new(first: Pid, channel: UnixStream, locks: Vec<OwnedFd>, helper: Option<Pid>) -> Self {
         let sandbox = match Message::receive(&channel) {
             Ok(Some(message)) if message.request == NAMESPACES => {
                 let mut namespaces = message.fds;
@@ -190,7 +194,7 @@ impl Parent {
             // It has ended.
             _ => None,
         };
-        Self { program: program(), supervisor: first, retired: None, channel, sandbox, locks, upgrades: 0 }
+        Self { program: program(), supervisor: first, retired: None, channel, sandbox, locks, helper, upgrades: 0 }
     }
 
     /// Exits with the supervisor's status.
@@ -201,6 +205,10 @@ impl Parent {
             if let Err(e) = caps::clear(None, set) {
                 tracing::warn!("the waiting process keeps its capabilities: {e}");
             }
+        }
+        if let Some(helper) = self.helper {
+            let kept = thread::Builder::new().name("thruway-helper".into()).spawn(move || keep_going(helper));
+            kept.map_or_else(|e| tracing::warn!("nobody waits for the window process: {e}"), drop);
         }
         let hold_back = || sandbox::hold_back(libc::SIGUSR2).inspect_err(|e| tracing::warn!("no upgrades: {e}")).ok();
         let mut asked = hold_back();
@@ -255,6 +263,9 @@ impl Parent {
 
     /// Does not return if all goes well.
     fn upgrade(&mut self) -> Result<(), String> {
+        if self.helper.is_some() {
+            return Err("it has a window, which another program cannot take over yet".into());
+        }
         let (namespaces, proc) = self.sandbox.as_ref().ok_or("the sandbox is not known")?;
         let shown = self.program.display();
         let new = ask(&self.program).map_err(|e| format!("'{shown}' does not say what it understands: {e}"))?;
@@ -330,6 +341,17 @@ impl Parent {
         command.args(std::env::args_os().skip(1)).env(PROGRAM, &self.program);
         command.env(PASSED, serde_json::to_string(passed).unwrap_or_default());
         command
+    }
+}
+
+/// Waits for the end of the window process. Processes of the host may wait for it, so it must not stay stopped.
+fn keep_going(helper: Pid) {
+    loop {
+        match waitpid(Some(helper), WaitOptions::UNTRACED) {
+            Ok(Some((_, status))) if status.stopped() => drop(kill_process(helper, Signal::KILL)),
+            Err(Errno::INTR) | Ok(None) => {}
+            _ => return,
+        }
     }
 }
 

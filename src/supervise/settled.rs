@@ -22,6 +22,8 @@ pub struct Settled {
     log: Option<Message>,
     log_fd: Option<Message>,
     channel: Option<Message>,
+    /// The frontend knows the shared memory regions.
+    shmem: Option<Message>,
     regions: Vec<(Vec<u8>, OwnedFd)>,
     rings: Vec<RingSettled>,
     /// The device's state is being read or written.
@@ -68,6 +70,7 @@ impl Settled {
             SET_LOG_BASE => self.log = Some(message),
             SET_LOG_FD => self.log_fd = Some(message),
             SET_BACKEND_REQ_FD => self.channel = Some(message),
+            GET_SHMEM_CONFIG => self.shmem = Some(message),
             SET_MEM_TABLE => {
                 let regions = message.body.get(8..).unwrap_or_default().chunks_exact(REGION).map(Vec::from);
                 self.regions = regions.zip(message.fds).collect();
@@ -124,8 +127,8 @@ impl Settled {
 
     /// The descriptors that are kept for the next worker process.
     pub fn descriptors(&self) -> impl Iterator<Item = RawFd> {
-        let Self { owner, features, protocol, log, log_fd, channel, regions, rings, moves: _ } = self;
-        let first = [owner, features, protocol, log, log_fd, channel].into_iter().flatten();
+        let Self { owner, features, protocol, log, log_fd, channel, shmem, regions, rings, moves: _ } = self;
+        let first = [owner, features, protocol, log, log_fd, channel, shmem].into_iter().flatten();
         let messages = first.chain(rings.iter().flat_map(RingSettled::all));
         let fds = messages.flat_map(|message| &message.fds).chain(regions.iter().map(|(_, fd)| fd));
         fds.map(AsRawFd::as_raw_fd)
@@ -136,24 +139,39 @@ impl Settled {
     /// # Errors
     /// If there is no room for more descriptors.
     pub fn messages(&self) -> io::Result<Vec<Message>> {
-        let Self { owner, features, protocol, log, log_fd, channel, regions, rings, moves: _ } = self;
-        let first = [owner, features, protocol, log, log_fd, channel].into_iter().flatten();
+        let Self { owner, features, protocol, log, log_fd, channel, shmem, regions, rings, moves: _ } = self;
+        let first = [owner, features, protocol, log, log_fd, channel, shmem].into_iter().flatten();
         let kept = first.chain(rings.iter().flat_map(RingSettled::all)).map(Message::copy);
         let added = regions.iter().map(|(region, fd)| added(region, fd));
         kept.chain(added).collect()
     }
 
-    /// Tells another worker process. The socket has no other replies under way.
+    /// The frontend's end of the channel for requests to it.
+    pub fn channel(&self) -> Option<&OwnedFd> {
+        self.channel.as_ref()?.fds.first()
+    }
+
+    /// Tells another worker process. `channel`: the worker's end of the channel for requests to the frontend. The
+    /// socket has no other replies under way.
     ///
     /// # Errors
     /// Those of the socket. ConnectionAborted if the process ends.
-    pub fn tell(&self, socket: impl AsFd, mut reply: impl FnMut() -> io::Result<Message>) -> io::Result<()> {
+    pub fn tell(
+        &self,
+        socket: impl AsFd,
+        channel: Option<OwnedFd>,
+        mut reply: impl FnMut() -> io::Result<Message>,
+    ) -> io::Result<()> {
         let ask = |request| Message::new(request, Vec::new(), Vec::new());
         let first = [ask(GET_FEATURES), ask(GET_PROTOCOL_FEATURES)];
         for message in first.iter().chain([&self.protocol, &self.owner, &self.features].into_iter().flatten()) {
             message.send(&socket)?;
         }
-        let (table, rest) = self.regions.split_at(self.regions.len().min(TABLE));
+        // A table is in the order of addresses in the guest. The frontend has added regions in any order.
+        let address = |region: &[u8]| region.first_chunk::<8>().map(|address| u64::from_ne_bytes(*address));
+        let mut sorted: Vec<_> = self.regions.iter().collect();
+        sorted.sort_by_key(|(region, _)| address(region));
+        let (table, rest) = sorted.split_at(sorted.len().min(TABLE));
         if !table.is_empty() {
             let mut body = (table.len() as u64).to_ne_bytes().to_vec();
             table.iter().for_each(|(region, _)| body.extend(region));
@@ -163,8 +181,11 @@ impl Settled {
         for (region, fd) in rest {
             added(region, fd)?.send(&socket)?;
         }
-        for message in [&self.log_fd, &self.log, &self.channel].into_iter().flatten() {
+        for message in [&self.log_fd, &self.log, &self.shmem].into_iter().flatten() {
             message.send(&socket)?;
+        }
+        if let (Some(message), Some(channel)) = (&self.channel, channel) {
+            message.with(channel).send(&socket)?;
         }
         for message in self.rings.iter().take(RINGS).flat_map(RingSettled::all) {
             message.send(&socket)?;
@@ -203,7 +224,7 @@ mod tests {
     fn told(settled: &Settled) -> Vec<u32> {
         let (here, there) = UnixStream::pair().unwrap();
         let answer = || Ok(Message::new(GET_FEATURES, Vec::new(), Vec::new()));
-        settled.tell(&here, answer).unwrap();
+        settled.tell(&here, None, answer).unwrap();
         drop(here);
         std::iter::from_fn(|| Message::receive(&there).unwrap()).map(|message| message.request).collect()
     }
@@ -228,6 +249,22 @@ mod tests {
         let mut copy = Settled::default();
         settled.messages().unwrap().into_iter().for_each(|message| copy.note(message, None));
         assert_eq!(told(&copy), all);
+    }
+
+    /// vhost-user-backend takes no other.
+    #[test]
+    fn the_table_is_in_order() {
+        let mut settled = Settled::default();
+        for n in [3, 1, 2, 256] {
+            settled.note(Message::new(ADD_MEM_REG, [vec![0; 8], region(n)].concat(), vec![null()]), None);
+        }
+        let (here, there) = UnixStream::pair().unwrap();
+        settled.tell(&here, None, || Ok(Message::new(GET_FEATURES, Vec::new(), Vec::new()))).unwrap();
+        drop(here);
+        let mut told = std::iter::from_fn(|| Message::receive(&there).unwrap());
+        let table = told.find(|message| message.request == SET_MEM_TABLE).unwrap();
+        let all: Vec<_> = [1, 2, 3, 256].into_iter().flat_map(region).collect();
+        assert_eq!(table.body[8..], all);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //! Methods of [`Dax`] wait for no file. Those of a [`Turn`] may: the state is another one afterwards, so each looks
 //! again at what it relies on.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -19,6 +19,7 @@ use super::proxy::{Kind, errno};
 use super::reservation::{Reservations, Stores, has_hole};
 use super::turn::{MayWait, Slow, Turn};
 use crate::fuse::ops::Result;
+use crate::record::{self, Cell, FoundMapping, Standing};
 
 /// How often to look after Cached proxy files. What the guest wrote to them must reach the host soon, since a change by
 /// the host discards it. After a truncation the file's own pages must come back while the guest can take that for a
@@ -47,6 +48,10 @@ struct Chunk {
 /// A chunk in the window.
 struct Live {
     chunk: Chunk,
+    /// The number of its proxy file.
+    id: u64,
+    /// What the next worker process finds of it.
+    cell: Cell,
     /// Its proxy file. None if nothing is mapped: the file's own pages were taken back, and a Cached proxy file is not
     /// there yet.
     file: Option<Arc<OwnedFd>>,
@@ -63,6 +68,8 @@ struct ProxyFile {
     writable: bool,
     /// Truncations by the host wait for the end of the mapping.
     guarded: bool,
+    /// A host process had taken it back before this process began.
+    left: bool,
 }
 
 /// A file that has mappings.
@@ -92,6 +99,19 @@ impl File {
     }
 }
 
+/// What another process has left of a range, and its file if the guest knows it still.
+pub struct Left(pub FoundMapping, pub Option<Arc<dyn Source>>);
+
+/// How a [`record::Range`] names a proxy file.
+const fn recorded_id(id: u64, kind: Kind) -> u64 {
+    2 * id + matches!(kind, Kind::Cached) as u64
+}
+
+fn recorded(range: usize, chunk: Chunk, id: u64) -> record::Range {
+    let Chunk { node, from, kind, writable, stored } = chunk;
+    record::Range { number: range as u32, node, from, proxy: recorded_id(id, kind), writable, stored }
+}
+
 /// A file that a host process has taken back.
 struct Revoked {
     /// Its own pages are not back yet.
@@ -115,6 +135,18 @@ pub struct Dax {
     /// Counts resets.
     session: u64,
     closing: Closing,
+    /// What another process has left and [`resume`](Self::resume) has yet to put in order. `None`: nothing.
+    unfinished: Option<Unfinished>,
+}
+
+#[derive(Default)]
+struct Unfinished {
+    /// Ranges of which the frontend may have mappings that the guest does not know of.
+    loose: BTreeMap<usize, Cell>,
+    /// Proxy files that host processes have taken back.
+    revoked: Vec<u64>,
+    /// Nodes with ranges that were being replaced.
+    torn: BTreeSet<u64>,
 }
 
 impl Dax {
@@ -128,8 +160,80 @@ impl Dax {
     ) -> Self {
         let ranges = (0..ranges).map(|_| None).collect();
         let (known, revoked, cared, session) = (HashMap::new(), HashMap::new(), Instant::now(), 0);
-        let closing = Closing::default();
-        Self { shared, files, jobs, ranges, known, revoked, patience, cared, session, closing }
+        let (closing, unfinished) = Default::default();
+        Self { shared, files, jobs, ranges, known, revoked, patience, cared, session, closing, unfinished }
+    }
+
+    /// Takes over what another process has left. What the frontend has for sure stays as it is: the guest uses it all
+    /// the time. The rest is for [`resume`](Self::resume).
+    pub fn take_over(&mut self, left: Vec<Left>) {
+        let mut unfinished = Unfinished::default();
+        let (mut found, wait) = (HashMap::new(), MayWait::without_a_turn());
+        let files = self.files.clone();
+        for Left(FoundMapping { cell, range, standing }, source) in left {
+            let number = range.number as usize;
+            let is_free = self.ranges.get(number).is_some_and(Option::is_none);
+            let Some(source) = source.filter(|_| is_free && standing != Standing::Loose) else {
+                if number < self.ranges.len() {
+                    unfinished.loose.insert(number, cell).into_iter().for_each(|cell| cell.free());
+                } else {
+                    cell.free();
+                }
+                continue;
+            };
+            let (id, kind) = (range.proxy / 2, if range.proxy % 2 == 0 { Kind::Through } else { Kind::Cached });
+            let chunk =
+                Chunk { node: range.node, from: range.from, kind, writable: range.writable, stored: range.stored };
+            let file = self.known.entry(chunk.node).or_insert_with(|| File::new(source));
+            file.live += 1;
+            self.shared.nodes.insert(chunk.node);
+            let proxy_file = (standing == Standing::There)
+                .then(|| found.entry(range.proxy).or_insert_with(|| find(files.get(&wait), id, kind, chunk)).clone())
+                .flatten();
+            let Some(proxy_file) = proxy_file else {
+                // Nobody has asked to store there in a Cached one, which is as good.
+                cell.set_standing(Standing::Changing);
+                unfinished.torn.insert(chunk.node);
+                self.ranges[number] =
+                    Some(Live { chunk: Chunk { kind: Kind::Through, ..chunk }, id, cell, file: None });
+                continue;
+            };
+            self.shared.live(DAX).fetch_add(1, Ordering::Relaxed);
+            if kind == Kind::Through && chunk.stored {
+                self.shared.reservations.add_again(chunk.node, &proxy_file.real, proxy_file.stores, chunk.from);
+            }
+            let open = if kind == Kind::Through { &mut file.through } else { &mut file.cached };
+            let fd = proxy_file.fd.clone();
+            if open.as_ref().is_none_or(|open| open.id < id) {
+                *open = Some(proxy_file);
+            }
+            if let Some(copy) = file.copy().filter(|copy| copy.id == id) {
+                self.shared.cached.insert(chunk.node, copy);
+            }
+            self.ranges[number] = Some(Live { chunk, id, cell, file: Some(fd) });
+        }
+        unfinished.revoked.extend(found.values().flatten().filter(|file| file.left).map(|file| file.id));
+        let live = self.shared.live(DAX).load(Ordering::Relaxed);
+        let Unfinished { loose, revoked, torn } = &unfinished;
+        tracing::debug!(
+            "{live} mappings stay, {} files are torn, {} revoked, {} ranges loose",
+            torn.len(),
+            revoked.len(),
+            loose.len()
+        );
+        self.unfinished = Some(unfinished);
+    }
+
+    /// There is a frontend again. Puts in order what another process has left unfinished.
+    pub fn resume(&mut self, since: Instant) {
+        let Some(Unfinished { loose, revoked, torn }) = self.unfinished.take() else { return };
+        for (range, cell) in loose {
+            if self.shared.clear(range).is_ok() {
+                cell.free();
+            }
+        }
+        revoked.into_iter().for_each(|id| self.revoke(id, since));
+        torn.into_iter().for_each(|node| self.jobs.send(DaxJob::Node(NodeJob::Mend, node)));
     }
 
     pub fn mappings(&self) -> Vec<DaxMapping> {
@@ -181,28 +285,49 @@ impl Dax {
 
     /// Maps a chunk where nothing is mapped. A file's own pages are writable from the start, so that a later request to
     /// write need not replace the mapping.
-    fn put(&mut self, range: usize, want: Chunk, proxy_file: &ProxyFile) -> Result<()> {
+    /// `cell`: what is recorded of what was there, if the guest relies on it.
+    fn put(&mut self, range: usize, want: Chunk, proxy_file: &ProxyFile, mut cell: Cell) -> Result<()> {
         let chunk = Chunk { kind: proxy_file.kind, writable: proxy_file.writable, ..want };
-        let file = proxy_file.fd.as_fd();
+        let (file, new) = (proxy_file.fd.as_fd(), recorded(range, chunk, proxy_file.id));
+        match record::get() {
+            Some(record) if cell.is_empty() => cell = record.range(&new, Standing::Loose),
+            _ => cell.set_range(&new),
+        }
+        record::step("recorded");
         if let Err(errno) = self.shared.map(&Mapping::dax(range, file, chunk.from, chunk.writable)) {
             self.release(chunk);
+            cell.free();
             return Err(errno);
         }
+        record::step("mapped");
+        cell.set_standing(Standing::There);
+        record::step("there");
         if let Some(place) = self.ranges.get_mut(range) {
-            *place = Some(Live { chunk, file: Some(proxy_file.fd.clone()) });
+            *place = Some(Live { chunk, id: proxy_file.id, cell, file: Some(proxy_file.fd.clone()) });
         }
         self.file(chunk.node)?.live += 1;
         Ok(())
     }
 
     fn unmap(&mut self, range: usize) {
-        let Some(Live { chunk, file }) = self.ranges.get_mut(range).and_then(Option::take) else { return };
+        self.take_away(range, Standing::Loose).free();
+    }
+
+    /// Unmaps a range. Returns what is recorded of it. `standing`: what comes of it.
+    fn take_away(&mut self, range: usize, standing: Standing) -> Cell {
+        let Some(Live { chunk, cell, file, .. }) = self.ranges.get_mut(range).and_then(Option::take) else {
+            return Cell::default();
+        };
+        cell.set_standing(standing);
+        record::step("going");
         if let Some(file) = file {
             self.shared.unmap(&Mapping::dax(range, file.as_fd(), chunk.from, chunk.writable));
             self.closing.files.push(Slow::new(file));
         }
+        record::step("unmapped");
         self.release(chunk);
         self.let_go(chunk.node);
+        cell
     }
 
     fn release(&self, chunk: Chunk) {
@@ -271,12 +396,17 @@ impl Dax {
         let nodes: Vec<u64> = self.known.keys().copied().collect();
         nodes.into_iter().for_each(|node| self.forget(node));
         self.revoked.clear();
+        self.unfinished.take().into_iter().flat_map(|left| left.loose).for_each(|(_, cell)| cell.free());
         self.session += 1;
         self.jobs.close(&mut self.closing);
     }
 
     /// Has the Through mappings of a file replaced by Cached ones.
     pub fn revoke(&mut self, id: u64, since: Instant) {
+        if let Some(unfinished) = &mut self.unfinished {
+            // There is no frontend yet.
+            return unfinished.revoked.push(id);
+        }
         let of = |file: &File| {
             file.opening == Some(id) || file.through.as_ref().is_some_and(|proxy_file| proxy_file.id == id)
         };
@@ -314,6 +444,7 @@ impl Dax {
         for (range, _) in self.mapped(node, Kind::Through) {
             let Some(live) = self.ranges.get_mut(range).and_then(Option::as_mut) else { continue };
             let (chunk, file) = (live.chunk, live.file.take());
+            live.cell.set_standing(Standing::Changing);
             if let Some(file) = file {
                 self.shared.unmap(&Mapping::dax(range, file.as_fd(), chunk.from, chunk.writable));
                 self.closing.files.push(Slow::new(file));
@@ -328,10 +459,10 @@ impl Dax {
         if let Ok(file) = self.file(chunk.node) {
             file.live += 1;
         }
-        self.unmap(range);
-        if let Err(errno) = proxy_file.and_then(|proxy_file| self.put(range, chunk, &proxy_file)) {
-            tracing::warn!("nothing is mapped in place of a mapping: {errno}");
-        }
+        let cell = self.take_away(range, Standing::Changing);
+        let put =
+            proxy_file.inspect_err(|_| cell.free()).and_then(|proxy_file| self.put(range, chunk, &proxy_file, cell));
+        put.unwrap_or_else(|errno| tracing::warn!("nothing is mapped in place of a mapping: {errno}"));
         self.let_go(chunk.node);
     }
 }
@@ -356,6 +487,7 @@ impl Turn<'_, Dax> {
                 let vacated = self.vacate(node, from, len, all);
                 answer(vacated);
             }
+            DaxJob::Node(NodeJob::Mend, node) => self.mend(node),
             DaxJob::Node(NodeJob::Copy, node) => self.copy(node),
             DaxJob::Node(NodeJob::Care, node) => self.care(node),
         }
@@ -447,6 +579,7 @@ impl Turn<'_, Dax> {
             }
             if let Some(Some(live)) = self.ranges.get_mut(range) {
                 live.chunk.stored = true;
+                live.cell.set_range(&recorded(range, live.chunk, live.id));
             }
         }
         Ok(true)
@@ -460,7 +593,7 @@ impl Turn<'_, Dax> {
             let chunk = Chunk { stored: want.stored || stored, ..want };
             if self.is_current(want.node, &proxy_file) {
                 self.unmap(range);
-                return self.put(range, chunk, &proxy_file);
+                return self.put(range, chunk, &proxy_file, Cell::default());
             }
             // It was taken back meanwhile.
             self.release(Chunk { kind: proxy_file.kind, ..chunk });
@@ -569,6 +702,23 @@ impl Turn<'_, Dax> {
         Ok(opened)
     }
 
+    /// Another process has ended while it replaced mappings of this node, which have no file here. They get a Cached
+    /// proxy file, as a file's own pages would be wrong after a truncation.
+    fn mend(&mut self, node: u64) {
+        let torn = |live: &Live| live.chunk.node == node && live.file.is_none();
+        let is_torn = |range: &usize| self.ranges[*range].as_ref().is_some_and(torn);
+        let torn: Vec<_> = (0..self.ranges.len()).filter(is_torn).filter_map(|r| Some((r, self.chunk(r)?))).collect();
+        let Some((_, first)) = torn.first() else { return };
+        let writable = torn.iter().any(|(_, chunk)| chunk.stored);
+        let (session, copy) = (self.session, self.cached(Chunk { writable, ..*first }));
+        for (range, chunk) in torn {
+            let still = self.ranges[range].as_ref().is_some_and(|live| live.chunk == chunk && live.file.is_none());
+            if still && self.session == session {
+                self.replace(range, chunk, copy.clone());
+            }
+        }
+    }
+
     /// A Cached proxy file takes the place of a file's own pages.
     fn copy(&mut self, node: u64) {
         let Some(file) = self.known.get_mut(&node) else { return };
@@ -660,6 +810,17 @@ impl Turn<'_, Dax> {
     }
 }
 
+/// A proxy file that another process has opened. `None` if nobody has it any more.
+fn find(files: &dyn ProxyFiles, id: u64, kind: Kind, chunk: Chunk) -> Option<ProxyFile> {
+    let found = files.find(id, kind).and_then(|found| {
+        let stores = if kind == Kind::Cached { Stores::Elsewhere } else { Stores::of(found.real.as_fd())? };
+        Ok((found, stores))
+    });
+    let (found, stores) = found.inspect_err(|e| tracing::warn!("a mapping is made anew: {e}")).ok()?;
+    let (fd, real, guarded) = (Arc::new(found.opened.fd), Arc::new(found.real), found.opened.guarded);
+    Some(ProxyFile { id, kind, fd, real, stores, writable: chunk.writable, guarded, left: found.revoked })
+}
+
 fn open(
     files: &dyn ProxyFiles,
     id: u64,
@@ -669,7 +830,7 @@ fn open(
 ) -> Result<ProxyFile> {
     let opened = files.open(id, kind, real.as_fd()).map_err(errno)?;
     let (fd, real, guarded) = (Arc::new(opened.fd), Arc::new(real), opened.guarded);
-    Ok(ProxyFile { id, kind, fd, real, stores, writable, guarded })
+    Ok(ProxyFile { id, kind, fd, real, stores, writable, guarded, left: false })
 }
 
 /// Whether the file has all the pages that the guest may touch. `past_end`: it may touch some beyond the file's last

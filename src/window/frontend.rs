@@ -13,11 +13,12 @@ use parking_lot::{Condvar, Mutex};
 use rustix::io::Errno;
 
 use super::layout::{DAX, RANGE};
-use super::proxy::{Event, Kind, Opened, Proxy, errno};
+use super::proxy::{Event, Found, Kind, Opened, Proxy, errno};
 use super::reservation::Reservations;
 use super::sys;
 use super::turn::{MayWait, Slow};
 use crate::fuse::ops::Result;
+use crate::record;
 
 /// How long a mapping may take to reach the guest's memory after the frontend has acknowledged it. QEMU's commit takes
 /// 2.5 ms with 512 regions. It never comes while the guest's driver has switched the device's memory off.
@@ -105,6 +106,10 @@ pub struct Facts {
 pub trait ProxyFiles: Send + Sync {
     /// See [`Proxy::open`].
     fn open(&self, id: u64, kind: Kind, real: BorrowedFd) -> io::Result<Opened>;
+    /// See [`Proxy::find`].
+    fn find(&self, _id: u64, _kind: Kind) -> io::Result<Found> {
+        Err(Errno::NOENT.into())
+    }
     /// See [`Proxy::invalidate`].
     fn invalidate(&self, id: u64) -> io::Result<()>;
     /// See [`Proxy::watch`].
@@ -116,6 +121,10 @@ pub trait ProxyFiles: Send + Sync {
 impl ProxyFiles for Proxy {
     fn open(&self, id: u64, kind: Kind, real: BorrowedFd) -> io::Result<Opened> {
         Self::open(self, id, kind, real)
+    }
+
+    fn find(&self, id: u64, kind: Kind) -> io::Result<Found> {
+        Self::find(self, id, kind)
     }
 
     fn invalidate(&self, id: u64) -> io::Result<()> {
@@ -137,6 +146,8 @@ pub struct Shared {
     pub frontend: Mutex<Option<Arc<dyn Frontend>>>,
     /// The frontend has asked for the regions.
     pub announced: AtomicBool,
+    /// What another process has left is to be put in order once there is a frontend.
+    pub left: AtomicBool,
     pub commits: Commits,
     /// Live mappings, by region.
     pub live: [AtomicUsize; 3],
@@ -204,7 +215,25 @@ impl Closing {
 impl Shared {
     /// A number for a new proxy file.
     pub fn next_id(&self) -> u64 {
-        self.ids.fetch_add(1, Ordering::Relaxed) + 1
+        let id = self.ids.fetch_add(1, Ordering::Relaxed) + 1;
+        record::get().into_iter().for_each(|record| record.gave_proxy(id));
+        id
+    }
+
+    /// Numbers of proxy files up to this one were given out.
+    pub fn begin_above(&self, id: u64) {
+        self.ids.fetch_max(id, Ordering::Relaxed);
+    }
+
+    /// Takes away what the frontend may have in a range of the DAX window.
+    ///
+    /// # Errors
+    /// ENODEV without a frontend.
+    pub fn clear(&self, range: usize) -> Result<()> {
+        // No file has a part in this.
+        let cleared = self.frontend()?.unmap(&Mapping::dax(range, rustix::fs::CWD, 0, false));
+        cleared.unwrap_or_else(|e| tracing::debug!("the frontend had nothing in range {range}: {e}"));
+        Ok(())
     }
 
     pub fn live(&self, region: u8) -> &AtomicUsize {

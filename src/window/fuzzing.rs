@@ -37,6 +37,7 @@ impl Harness {
             jobs,
             shared,
             files,
+            mapper: mapper.clone(),
             host_page: page_size(),
         });
         Ok(Self { window, core, mapper })

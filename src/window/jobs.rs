@@ -27,6 +27,8 @@ pub enum Job {
     Event(Event, Instant),
     /// The session is over.
     Reset,
+    /// What another process has left can be put in order: there is a frontend.
+    Resume,
     /// Somebody wants to see what is mapped.
     Show(Box<dyn FnOnce(Vec<DaxMapping>) + Send>),
 }
@@ -76,6 +78,8 @@ pub enum DaxJob {
 /// What the daemon itself wants done to a node's file in the DAX window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum NodeJob {
+    /// A process was killed while it replaced mappings: a Cached proxy file must take their place.
+    Mend,
     /// Its own pages are taken back: a Cached proxy file must take their place.
     Copy,
     /// What the guest has stored in a Cached proxy file goes to the real one, and its own pages come back if they can.
@@ -158,6 +162,7 @@ enum Own {
     Event(Event),
     Entry(EntryJob, u32),
     Node(NodeJob, u64),
+    Resume,
     Show,
 }
 
@@ -190,15 +195,17 @@ impl Job {
             Self::Event(event, _) => Origin::Daemon(Own::Event(*event)),
             Self::Close(_) => Origin::Close,
             Self::Reset => Origin::Reset,
+            Self::Resume => Origin::Daemon(Own::Resume),
             Self::Show(_) => Origin::Daemon(Own::Show),
         }
     }
 
     fn by(&self) -> By {
         match self {
-            Self::Event(Event::Revoke(_), _) | Self::Reset | Self::Show(_) => By::Mapper,
+            Self::Event(Event::Revoke(_), _) | Self::Reset | Self::Resume | Self::Show(_) => By::Mapper,
             Self::Slot(SlotJob::Start { .. } | SlotJob::Entry(EntryJob::Drop | EntryJob::Downgrade, _)) => By::Mapper,
-            Self::Dax(DaxJob::Node(NodeJob::Copy, _)) | Self::Slot(SlotJob::Entry(EntryJob::Replace, _)) => By::Urgent,
+            Self::Dax(DaxJob::Node(NodeJob::Copy | NodeJob::Mend, _))
+            | Self::Slot(SlotJob::Entry(EntryJob::Replace, _)) => By::Urgent,
             Self::Close(closing) if closing.is_urgent() => By::Urgent,
             Self::Dax(DaxJob::Map { node, .. } | DaxJob::Vacate { node, .. } | DaxJob::Node(_, node)) => {
                 By::Worker(Key::Node(*node))
@@ -229,7 +236,7 @@ impl Job {
 
     /// Workers take nothing that came after it until it is done.
     const fn is_fence(&self) -> bool {
-        matches!(self, Self::Reset | Self::Slot(SlotJob::Start { .. }))
+        matches!(self, Self::Reset | Self::Resume | Self::Slot(SlotJob::Start { .. }))
     }
 
     /// Answers EAGAIN to a job of the guest's.
@@ -243,6 +250,7 @@ impl Job {
             | Self::Event(..)
             | Self::Close(_)
             | Self::Reset
+            | Self::Resume
             | Self::Show(_) => {}
         }
     }

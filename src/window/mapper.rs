@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::dax::Dax;
+use super::dax::{Dax, Left};
 use super::frontend::Shared;
 use super::jobs::{Job, Jobs};
 use super::passthrough::Slots;
@@ -31,9 +31,14 @@ impl Mapper {
         Self { jobs, shared, dax: Mutex::new(dax), slots: slots.map(Mutex::new) }
     }
 
+    /// Takes over what another process has left in the DAX window. To be called before there are requests.
+    pub fn take_over(&self, left: Vec<Left>) {
+        self.dax.lock().take_over(left);
+    }
+
     /// Starts the thread and the first worker.
-    pub fn start(self) -> io::Result<()> {
-        let this = Arc::new(self);
+    pub fn start(self: Arc<Self>) -> io::Result<()> {
+        let this = self;
         this.add_worker()?;
         let run = move || {
             loop {
@@ -78,6 +83,7 @@ impl Mapper {
                 self.dax.lock().reset();
                 self.slots.iter().for_each(|slots| slots.lock().reset());
             }
+            Some(Job::Resume) => self.dax.lock().resume(now),
             Some(Job::Show(to)) => {
                 let mappings = self.dax.lock().mappings();
                 to(mappings);

@@ -33,7 +33,9 @@ use rustix::io::Errno;
 use rustix::param::page_size;
 
 use crate::fuse::ops::{Answer, Result};
+use crate::record::FoundNumber;
 use dax::Dax;
+pub use dax::Left;
 use frontend::Shared;
 pub use frontend::{Facts, Frontend, Mapping, ProxyFiles, Source};
 pub use jobs::DaxMapping;
@@ -59,6 +61,7 @@ pub struct Window {
     files: Arc<dyn ProxyFiles>,
     /// In bytes. The filter of system calls allows no first look at it.
     host_page: usize,
+    mapper: Arc<Mapper>,
 }
 
 impl Window {
@@ -72,7 +75,8 @@ impl Window {
         let slots = core.clone().map(|core| Slots::new(core, shared.clone(), slow.clone()));
         let passthrough = core.map(|core| Arc::new(Passthrough::new(core)));
         let dax = Dax::new((size / RANGE) as usize, shared.clone(), slow, jobs.clone(), PATIENCE);
-        Mapper::new(jobs.clone(), shared.clone(), dax, slots).start()?;
+        let mapper = Arc::new(Mapper::new(jobs.clone(), shared.clone(), dax, slots));
+        mapper.clone().start()?;
         let (tell, events) = (jobs.clone(), files.clone());
         thread::Builder::new().name("thruway-events".into()).spawn(move || {
             while let Some(event) = events.next_event() {
@@ -80,7 +84,7 @@ impl Window {
             }
             tracing::error!("the window process ended: no file is mapped any more, restart the daemon");
         })?;
-        Ok(Arc::new(Self { size, passthrough, jobs, shared, files, host_page: page_size() }))
+        Ok(Arc::new(Self { size, passthrough, jobs, shared, files, mapper, host_page: page_size() }))
     }
 
     /// Sizes of the regions in bytes, by id. The frontend that asks will map.
@@ -118,6 +122,19 @@ impl Window {
     /// Takes the frontend that maps.
     pub fn connect(&self, frontend: Arc<dyn Frontend>) {
         *self.shared.frontend.lock() = Some(frontend);
+        if self.shared.left.swap(false, Ordering::AcqRel) {
+            self.jobs.send(Job::Resume);
+        }
+    }
+
+    /// Takes over what another process of the daemon has left in the DAX window. `rooms`: up to where nodes have room
+    /// for what the guest stores. `proxy`: above this, no proxy file has a number. To be called before there are
+    /// requests.
+    pub fn take_over(&self, left: Vec<Left>, rooms: Vec<FoundNumber>, proxy: u64) {
+        self.shared.begin_above(proxy);
+        self.mapper.take_over(left);
+        rooms.into_iter().for_each(|room| self.shared.reservations.reaches(room.node, room.value, room.cell));
+        self.shared.left.store(true, Ordering::Release);
     }
 
     /// The frontend is gone, and so are all mappings.

@@ -6,6 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use dashmap::DashMap;
+use dashmap::mapref::one::RefMut;
 use parking_lot::Mutex;
 use rustix::fs::{FallocateFlags, SeekFrom, fallocate, fstat, fstatfs, seek};
 use rustix::io::{Errno, retry_on_intr};
@@ -13,6 +14,7 @@ use rustix::io::{Errno, retry_on_intr};
 use super::layout::RANGE;
 use super::sys;
 use crate::fuse::ops::Result;
+use crate::record::{self, Cell};
 
 /// Where a file system puts a store to a page that already has blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -106,6 +108,7 @@ pub struct Reservations(DashMap<u64, Arc<Reservation>>);
 /// Lock rule: `allocating` before `made`. `allocating` is held over system calls on the file; who revokes takes `made`
 /// alone.
 struct Reservation {
+    node: u64,
     file: Arc<OwnedFd>,
     stores: Stores,
     /// Whoever allocates, or learns of blocks that came or went.
@@ -121,6 +124,24 @@ struct Made {
     end: u64,
     /// How many calls of [`Reservations::add`] have yet to add their range.
     adding: usize,
+    /// What the next worker process finds of `end`.
+    cell: Cell,
+}
+
+impl Made {
+    fn set_end(&mut self, node: u64, end: u64) {
+        self.end = end;
+        match record::get() {
+            Some(record) if self.cell.is_empty() => self.cell = record.room(node, end),
+            _ => self.cell.set_number(end),
+        }
+    }
+}
+
+impl Drop for Made {
+    fn drop(&mut self) {
+        self.cell.free();
+    }
 }
 
 impl Reservation {
@@ -135,7 +156,7 @@ impl Reservation {
         for from in ranges.into_iter().filter(|_| to > end) {
             self.stores.allocate(&self.file, from.max(end), to.min(from + RANGE))?;
         }
-        self.made.lock().end = end.max(to);
+        self.made.lock().set_end(self.node, end.max(to));
         Ok(())
     }
 
@@ -157,12 +178,8 @@ impl Reservations {
     /// # Errors
     /// ENOSPC, EDQUOT and other errors of allocation; EOPNOTSUPP if the file system cannot allocate.
     pub fn add(&self, node: u64, file: &Arc<OwnedFd>, stores: Stores, from: u64) -> Result<()> {
-        let new = || {
-            let (allocating, made) = Default::default();
-            Arc::new(Reservation { file: file.clone(), stores, allocating, made })
-        };
         let reservation = {
-            let entry = self.0.entry(node).or_insert_with(new);
+            let entry = self.entry(node, file, stores);
             entry.made.lock().adding += 1;
             entry.clone()
         };
@@ -170,6 +187,29 @@ impl Reservations {
         reservation.made.lock().adding -= 1;
         self.drop_empty(node);
         done
+    }
+
+    fn entry(&self, node: u64, file: &Arc<OwnedFd>, stores: Stores) -> RefMut<'_, u64, Arc<Reservation>> {
+        self.0.entry(node).or_insert_with(|| {
+            let (allocating, made) = Default::default();
+            Arc::new(Reservation { node, file: file.clone(), stores, allocating, made })
+        })
+    }
+
+    /// Another process of the daemon has added the range at `from`.
+    pub fn add_again(&self, node: u64, file: &Arc<OwnedFd>, stores: Stores, from: u64) {
+        self.entry(node, file, stores).made.lock().ranges.insert(from);
+    }
+
+    /// All of a node's ranges have blocks up to `end`. Another process has noted that in `cell`.
+    pub fn reaches(&self, node: u64, end: u64, cell: Cell) {
+        match self.get(node) {
+            Some(reservation) => {
+                let mut made = reservation.made.lock();
+                (made.end, made.cell) = (end, cell);
+            }
+            None => cell.free(),
+        }
     }
 
     pub fn remove(&self, node: u64, from: u64) {
@@ -217,8 +257,8 @@ impl Reservations {
         let _allocating = reservation.allocating.lock();
         let bytes = bytes();
         let mut made = reservation.made.lock();
-        if bytes.start <= made.end {
-            made.end = made.end.max(bytes.end);
+        if bytes.start <= made.end && bytes.end > made.end {
+            made.set_end(node, bytes.end);
         }
     }
 
@@ -227,7 +267,9 @@ impl Reservations {
         if let Some(reservation) = self.get(node) {
             let _allocating = reservation.allocating.lock();
             let mut made = reservation.made.lock();
-            made.end = made.end.min(to);
+            if to < made.end {
+                made.set_end(node, to);
+            }
         }
     }
 }

@@ -8,9 +8,10 @@ worker() {
     for child in "${children[@]}"; do cat "/proc/$child"/task/*/children; done 2>/dev/null | tr -d ' '
 }
 
-# start_work KIND: a guest works until work_ends. Sets $pid.
+# start_work KIND: a guest works until work_ends. Sets $pid. survive_boot has more arguments of boot.
+survive_boot=()
 start_work() {
-    "$boot" --kind "$1" --log-dir "$work/survive.logs" --fs "s=$work/sockets/s" --ro-dir "$guest_dir" \
+    "$boot" --kind "$1" "${survive_boot[@]}" --log-dir "$work/survive.logs" --fs "s=$work/sockets/s" --ro-dir "$guest_dir" \
         "$guest_dir/survive.sh" >"$work/out" 2>&1 &
     pid=$!
     # 300 s: the boot, under emulation on a busy machine.
@@ -30,13 +31,15 @@ work_ends() {
 survives() {
     local kind=$1 kills=$2 pid killed found
     shift 2
-    make_fast_share share
+    [[ -d $work/share ]] || make_fast_share share
     start_daemon s "$work/share" --supervise --xattr --posix-lock --flock "$@"
     start_work "$kind"
     for ((killed = 0; killed < kills; killed++)); do
         sleep "0.$((RANDOM % 9))$((RANDOM % 10))"
         found=$(worker "$daemon_pid")
         kill -0 "$pid" 2>/dev/null || break
+        # The guest reads this one all the time.
+        [[ ! -e $work/share/cut ]] || { truncate -s "$((RANDOM * 200))" "$work/share/cut" && truncate -s 6M "$work/share/cut"; } &
         case $((RANDOM % 4)) in
             0) kill -SEGV "${found:-none}" ;;
             1) kill -STOP "${found:-none}" && sleep 0.1 && kill -KILL "$found" ;;
@@ -56,6 +59,15 @@ case_survive_always() { survives uml "$(pick 60 400)" --cache=always; }
 case_survive_never() { survives uml "$(pick 30 400)" --cache=never --inode-file-handles=never; }
 case_survive_writeback() { survives uml "$(pick 30 400)" --writeback; }
 case_survive_qemu() { survives qemu "$(pick 30 400)" --cache=auto; }
+
+# The guest has files mapped, also one that a process of the host cuts off. On the disk, where a truncation waits until the guest
+# does not have the file's pages any more. 128 MiB: it takes mappings away all the time.
+case_survive_dax() {
+    make_share share
+    truncate -s 6M "$work/share/cut"
+    survive_boot=(--dax --mount-opts dax=always)
+    survives qemu "$(pick 40 600)" --dax-window=128M,required
+}
 
 # Upgrades go back and forth between two copies of the daemon, and workers are killed between them.
 case_upgrade() {

@@ -59,6 +59,24 @@ struct State {
     most: Mutex<usize>,
     /// Changes of the memory table that have yet to be sent.
     due: Mutex<Vec<(bool, Place, Mapped)>>,
+    /// Is called at each point of each request.
+    hook: Mutex<Option<Box<Hook>>>,
+}
+
+/// See [`Window::at_each_request`].
+type Hook = dyn Fn(Point) + Send;
+
+/// Where a request is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Point {
+    /// It has come.
+    Asked,
+    /// It is done, and the device has no reply yet.
+    Done,
+    /// The device has its reply, and the memory table is as it was.
+    Replied,
+    /// The memory table is another one.
+    Committed,
 }
 
 impl Window {
@@ -72,6 +90,7 @@ impl Window {
             mapped: Mutex::default(),
             most: Mutex::default(),
             due: Mutex::default(),
+            hook: Mutex::default(),
         });
         let mut requests = FrontendReqHandler::new(state.clone()).map_err(io::Error::other)?;
         requests.set_reply_ack_flag(true);
@@ -82,7 +101,9 @@ impl Window {
         thread::spawn(move || {
             while !matches!(requests.handle_request(), Err(vhost::vhost_user::Error::Disconnected)) {
                 for (add, at, mapped) in served.due.lock().drain(..) {
+                    served.at(Point::Replied);
                     let _ = commit(&mut vhost, add, at, &mapped);
+                    served.at(Point::Committed);
                 }
             }
         });
@@ -98,6 +119,11 @@ impl Window {
     pub fn mapped_in(&self, region: u8) -> BTreeMap<u64, Mapped> {
         let all = self.state.mapped.lock();
         all.iter().filter(|((id, _), _)| *id == region).map(|((_, at), mapped)| (*at, mapped.clone())).collect()
+    }
+
+    /// Calls `hook` at each point of each request of the device.
+    pub fn at_each_request(&self, hook: impl Fn(Point) + Send + 'static) {
+        *self.state.hook.lock() = Some(Box::new(hook));
     }
 
     /// The largest number of live mappings so far.
@@ -122,6 +148,10 @@ fn commit(vhost: &mut Connection, add: bool, (id, at): Place, mapped: &Mapped) -
 }
 
 impl State {
+    fn at(&self, point: Point) {
+        self.hook.lock().iter().for_each(|hook| hook(point));
+    }
+
     fn check(&self, request: &VhostUserMMap, fd: BorrowedFd) -> io::Result<()> {
         let (at, len, from) = (request.shm_offset, request.len, request.fd_offset);
         let id = request.shmid;
@@ -144,6 +174,7 @@ impl VhostUserFrontendReqHandler for State {
     fn shmem_map(&self, request: &VhostUserMMap, fd: &dyn AsRawFd) -> HandlerResult<u64> {
         // SAFETY: the caller keeps the descriptor open until this returns.
         let fd = unsafe { BorrowedFd::borrow_raw(fd.as_raw_fd()) };
+        self.at(Point::Asked);
         self.check(request, fd)?;
         let mapped = Mapped {
             len: request.len,
@@ -157,18 +188,24 @@ impl VhostUserFrontendReqHandler for State {
         all.insert(place, mapped);
         let mut most = self.most.lock();
         *most = all.len().max(*most);
+        drop((all, most));
+        self.at(Point::Done);
         Ok(0)
     }
 
     fn shmem_unmap(&self, request: &VhostUserMMap) -> HandlerResult<u64> {
-        let mut all = self.mapped.lock();
+        self.at(Point::Asked);
         let at = (request.shmid, request.shm_offset);
-        match all.get(&at) {
-            Some(mapped) if mapped.len == request.len => {
-                self.due.lock().extend(all.remove(&at).map(|mapped| (false, at, mapped)));
-                Ok(0)
+        let unmapped = {
+            let mut all = self.mapped.lock();
+            match all.get(&at) {
+                Some(mapped) if mapped.len == request.len => all.remove(&at),
+                _ => None,
             }
-            _ => Err(io::Error::other("not mapped")),
-        }
+        };
+        let mapped = unmapped.ok_or_else(|| io::Error::other("not mapped"))?;
+        self.due.lock().push((false, at, mapped));
+        self.at(Point::Done);
+        Ok(0)
     }
 }

@@ -46,8 +46,8 @@ impl Harness {
 
     /// A call of the daemon: the errno, and a proxy file.
     pub fn answer(&self, what: u64, id: u64, real: Option<OwnedFd>) -> (i32, Option<OwnedFd>) {
-        let (answer, fd) = self.shared.answer(Call { what, id }, real);
-        (answer.errno, fd)
+        let (answer, mut fds) = self.shared.answer(Call { what, id, number: 0 }, real);
+        (answer.errno, fds.pop().and_then(Arc::into_inner))
     }
 
     /// Enters an open node.

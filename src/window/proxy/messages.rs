@@ -17,12 +17,17 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 pub struct Call {
     pub what: u64,
     pub id: u64,
+    /// Comes back with the answer. Another process of the daemon may have ended before it got its answer.
+    pub number: u64,
 }
 
 pub const OPEN_THROUGH: u64 = 1;
 pub const OPEN_CACHED: u64 = 2;
 pub const INVALIDATE: u64 = 3;
 pub const WATCH: u64 = 4;
+/// Proxy files that are open already. The answer has the real file, too.
+pub const FIND_THROUGH: u64 = 5;
+pub const FIND_CACHED: u64 = 6;
 
 /// The answer; errno 0 is success.
 #[repr(C)]
@@ -30,6 +35,9 @@ pub const WATCH: u64 = 4;
 pub struct Answer {
     pub errno: i32,
     pub guarded: u32,
+    pub number: u64,
+    /// The daemon was asked to drop it.
+    pub revoked: u64,
 }
 
 /// A message of the window process that is no answer.
@@ -52,10 +60,13 @@ pub const OVERDUE: u64 = 2;
 /// this byte, the message is the reason why there are no proxy files.
 pub const READY: u8 = b'+';
 
-/// A received message: its length (0 if the other end is gone), its descriptor, its sender.
+/// The most descriptors of a message.
+const MOST_FDS: usize = 2;
+
+/// A received message: its length (0 if the other end is gone), its descriptors, its sender.
 pub struct Message {
     pub len: usize,
-    pub fd: Option<OwnedFd>,
+    pub fds: Vec<OwnedFd>,
     pub sender: Option<Pid>,
 }
 
@@ -63,10 +74,9 @@ pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     Ok(socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?)
 }
 
-pub fn send(socket: BorrowedFd, bytes: &[u8], fd: Option<BorrowedFd>, flags: SendFlags) -> io::Result<()> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+pub fn send(socket: BorrowedFd, bytes: &[u8], fds: &[BorrowedFd], flags: SendFlags) -> io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    let fds = fd.as_slice();
     if !fds.is_empty() {
         ancillary.push(SendAncillaryMessage::ScmRights(fds));
     }
@@ -76,15 +86,15 @@ pub fn send(socket: BorrowedFd, bytes: &[u8], fd: Option<BorrowedFd>, flags: Sen
 }
 
 pub fn receive(socket: BorrowedFd, buffer: &mut [u8]) -> io::Result<Message> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1), ScmCredentials(1))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS), ScmCredentials(1))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let received = rustix::io::retry_on_intr(|| {
         recvmsg(socket, &mut [IoSliceMut::new(buffer)], &mut ancillary, RecvFlags::CMSG_CLOEXEC)
     })?;
-    let mut message = Message { len: received.bytes, fd: None, sender: None };
+    let mut message = Message { len: received.bytes, fds: Vec::new(), sender: None };
     for part in ancillary.drain() {
         match part {
-            RecvAncillaryMessage::ScmRights(fds) => message.fd = fds.last(),
+            RecvAncillaryMessage::ScmRights(fds) => message.fds.extend(fds),
             RecvAncillaryMessage::ScmCredentials(sender) => message.sender = Some(sender.pid),
             _ => {}
         }

@@ -21,6 +21,7 @@ mod shared;
 use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -28,9 +29,13 @@ use rustix::fs::{AtFlags, StatxFlags, statx};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, recv};
 use rustix::process::Pid;
+use rustix::time::{ClockId, clock_gettime};
 use zerocopy::IntoBytes;
 
-use messages::{Answer, CHANGED, Call, INVALIDATE, Notice, OPEN_CACHED, OPEN_THROUGH, REVOKE, WATCH, receive, send};
+use messages::{
+    Answer, CHANGED, Call, FIND_CACHED, FIND_THROUGH, INVALIDATE, Notice, OPEN_CACHED, OPEN_THROUGH, REVOKE, WATCH,
+    receive, send,
+};
 pub use nodes::FileId;
 pub(super) use shared::errno;
 
@@ -91,12 +96,40 @@ pub struct Opened {
     pub guarded: bool,
 }
 
+/// A proxy file that another process of the daemon has opened.
+#[derive(Debug)]
+pub struct Found {
+    /// As [`Opened`], once more.
+    pub opened: Opened,
+    /// The real file, as that process had opened it.
+    pub real: OwnedFd,
+    /// There was an [`Event::Revoke`] of it.
+    pub revoked: bool,
+}
+
+/// Numbers of calls. No process of a daemon has those of another: they begin with the clock, and no process makes as
+/// many calls as nanoseconds pass.
+#[derive(Debug)]
+struct Numbers(AtomicU64);
+
+impl Numbers {
+    fn new() -> Self {
+        let now = clock_gettime(ClockId::Monotonic);
+        Self(AtomicU64::new((now.tv_sec as u64).wrapping_mul(1_000_000_000).wrapping_add(now.tv_nsec as u64)))
+    }
+
+    fn next(&self) -> u64 {
+        self.0.fetch_add(1, Ordering::Relaxed)
+    }
+}
+
 /// The daemon's end of the window process. When it is dropped, the window process ends.
 #[derive(Debug)]
 pub struct Proxy {
     calls: Mutex<OwnedFd>,
     invalidations: Mutex<OwnedFd>,
     notices: OwnedFd,
+    numbers: Numbers,
     guard: Guard,
     pid: Pid,
     shared_group: Option<String>,
@@ -138,15 +171,49 @@ impl Proxy {
     /// inode.
     pub fn open(&self, id: u64, kind: Kind, real: BorrowedFd) -> io::Result<Opened> {
         let what = if kind == Kind::Through { OPEN_THROUGH } else { OPEN_CACHED };
-        let (answer, fd) = self.call(&self.calls, Call { what, id }, Some(real))?;
-        let fd = fd.ok_or_else(|| io::Error::other("the window process sent no descriptor"))?;
+        let (answer, mut fds) = self.call(&self.calls, what, id, &[real])?;
+        let fd = fds.pop().ok_or_else(no_descriptor)?;
         Ok(Opened { fd, guarded: answer.guarded != 0 })
+    }
+
+    /// Opens a proxy file once more that another process of the daemon has opened.
+    ///
+    /// # Errors
+    /// ENOENT if nobody has it open any more.
+    pub fn find(&self, id: u64, kind: Kind) -> io::Result<Found> {
+        let what = if kind == Kind::Through { FIND_THROUGH } else { FIND_CACHED };
+        let (answer, mut fds) = self.call(&self.calls, what, id, &[])?;
+        let (Some(real), Some(fd)) = (fds.pop(), fds.pop()) else { return Err(no_descriptor()) };
+        Ok(Found { opened: Opened { fd, guarded: answer.guarded != 0 }, real, revoked: answer.revoked != 0 })
+    }
+
+    /// To be called first in another process of the daemon. The window process learns that it is the daemon, and what
+    /// others have not taken goes.
+    pub fn greet(&self) {
+        // No file has this number. If it fails, every call does.
+        let _ = self.find(0, Kind::Through);
+    }
+
+    /// The same, for another process of the daemon. Only one of them may call at a time.
+    ///
+    /// # Errors
+    /// Those of fcntl(2).
+    pub fn try_clone(&self) -> io::Result<Self> {
+        Ok(Self {
+            calls: self.calls.lock().try_clone()?.into(),
+            invalidations: self.invalidations.lock().try_clone()?.into(),
+            notices: self.notices.try_clone()?,
+            numbers: Numbers::new(),
+            guard: self.guard.clone(),
+            pid: self.pid,
+            shared_group: self.shared_group.clone(),
+        })
     }
 
     /// Makes the Cached proxy file of `id` forget what it has read. Changes by the guest's messages need this. The
     /// guard, if there is one, notices changes by host processes.
     pub fn invalidate(&self, id: u64) -> io::Result<()> {
-        self.call(&self.invalidations, Call { what: INVALIDATE, id }, None).map(drop)
+        self.call(&self.invalidations, INVALIDATE, id, &[]).map(drop)
     }
 
     /// Asks for [`Event::Changed`] for the Through proxy file of `id`, as long as it is open.
@@ -154,7 +221,7 @@ impl Proxy {
     /// # Errors
     /// ENOENT if it is not, ENOSYS without a guard.
     pub fn watch(&self, id: u64) -> io::Result<()> {
-        self.call(&self.calls, Call { what: WATCH, id }, None).map(drop)
+        self.call(&self.calls, WATCH, id, &[]).map(drop)
     }
 
     /// Waits for the next event. `None` once the window process has ended. The event may be of a proxy file that
@@ -198,20 +265,30 @@ impl Proxy {
     fn call(
         &self,
         socket: &Mutex<OwnedFd>,
-        call: Call,
-        fd: Option<BorrowedFd>,
-    ) -> io::Result<(Answer, Option<OwnedFd>)> {
+        what: u64,
+        id: u64,
+        fds: &[BorrowedFd],
+    ) -> io::Result<(Answer, Vec<OwnedFd>)> {
+        let call = Call { what, id, number: self.numbers.next() };
         let socket = socket.lock();
-        send(socket.as_fd(), call.as_bytes(), fd, SendFlags::empty())?;
-        let mut answer = [0; size_of::<Answer>()];
-        let message = receive(socket.as_fd(), &mut answer)?;
-        if message.len != answer.len() {
-            return Err(io::Error::other("the window process has ended"));
-        }
-        let answer: Answer = zerocopy::transmute!(answer);
-        match answer.errno {
-            0 => Ok((answer, message.fd)),
-            errno => Err(io::Error::from_raw_os_error(errno)),
+        send(socket.as_fd(), call.as_bytes(), fds, SendFlags::empty())?;
+        loop {
+            let mut answer = [0; size_of::<Answer>()];
+            let message = receive(socket.as_fd(), &mut answer)?;
+            if message.len != answer.len() {
+                return Err(io::Error::other("the window process has ended"));
+            }
+            let answer: Answer = zerocopy::transmute!(answer);
+            match answer.errno {
+                // The one who called has been killed.
+                _ if answer.number != call.number => {}
+                0 => return Ok((answer, message.fds)),
+                errno => return Err(io::Error::from_raw_os_error(errno)),
+            }
         }
     }
+}
+
+fn no_descriptor() -> io::Error {
+    io::Error::other("the window process sent no descriptor")
 }

@@ -27,7 +27,7 @@ use super::guard;
 use super::marks::{Gate, Watch};
 use super::messages::{Call, READY, pair, receive, send};
 use super::shared::Shared;
-use super::{Guard, GuardMode, Proxy};
+use super::{Guard, GuardMode, Numbers, Proxy};
 use crate::sandbox::seccomp::{self, Condition};
 use crate::sandbox::sys::{Forked, fork, unshare};
 use crate::sandbox::{Error, Step, caps as capabilities, cgroup, pivot_into};
@@ -79,8 +79,8 @@ pub fn start(guard: GuardMode, deadline: Duration, action: seccomp::Action) -> R
     let shared_group = cgroup::set_apart(pid).err();
     match hear(&calls) {
         Ok(guard) => {
-            let (calls, invalidations) = (calls.into(), invalidations.into());
-            Ok(Proxy { calls, invalidations, notices, guard, pid, shared_group })
+            let (calls, invalidations, numbers) = (calls.into(), invalidations.into(), Numbers::new());
+            Ok(Proxy { calls, invalidations, notices, numbers, guard, pid, shared_group })
         }
         Err(e) => {
             let _ = waitpid(Some(pid), WaitOptions::empty());
@@ -135,7 +135,7 @@ impl Setup {
             Ok(shared) => {
                 let guard = shared.gate.as_ref().err().map_or("", String::as_str);
                 let line = [&[READY], guard.as_bytes()].concat();
-                let _ = send(shared.calls.as_fd(), &line, None, SendFlags::empty());
+                let _ = send(shared.calls.as_fd(), &line, &[], SendFlags::empty());
                 serve(&shared, &shared.calls);
                 // An exit ends the threads that serve the mount. Another one that waits for them would wait for ever,
                 // and with it the process. So no other thread exits, and the last invalidation is over by now.
@@ -143,8 +143,8 @@ impl Setup {
                 exit(0)
             }
             Err(reason) => {
-                let _ =
-                    calls.map(|calls| send(calls.as_fd(), format!("-{reason}").as_bytes(), None, SendFlags::empty()));
+                let line = format!("-{reason}");
+                let _ = calls.map(|calls| send(calls.as_fd(), line.as_bytes(), &[], SendFlags::empty()));
                 exit(1)
             }
         }
@@ -244,14 +244,15 @@ fn serve(shared: &Shared, calls: &OwnedFd) {
     let mut sent = Ok(());
     while sent.is_ok() {
         let mut call = [0; size_of::<Call>()];
-        let Ok(message) = receive(calls.as_fd(), &mut call) else { break };
+        let Ok(mut message) = receive(calls.as_fd(), &mut call) else { break };
         if message.len != call.len() {
             break;
         }
         if let Some(daemon) = message.sender {
             shared.daemon.store(daemon.as_raw_nonzero().get(), Ordering::Relaxed);
         }
-        let (answer, fd) = shared.answer(zerocopy::transmute!(call), message.fd);
-        sent = send(calls.as_fd(), answer.as_bytes(), fd.as_ref().map(AsFd::as_fd), SendFlags::empty());
+        let (answer, fds) = shared.answer(zerocopy::transmute!(call), message.fds.pop());
+        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+        sent = send(calls.as_fd(), answer.as_bytes(), &fds, SendFlags::empty());
     }
 }

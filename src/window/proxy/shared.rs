@@ -14,7 +14,9 @@ use zerocopy::IntoBytes;
 use super::Kind;
 use super::data::Data;
 use super::marks::{Gate, Marks, Watch};
-use super::messages::{Answer, Call, INVALIDATE, Notice, OPEN_CACHED, OPEN_THROUGH, WATCH, send};
+use super::messages::{
+    Answer, Call, FIND_CACHED, FIND_THROUGH, INVALIDATE, Notice, OPEN_CACHED, OPEN_THROUGH, WATCH, send,
+};
 use super::nodes::{FileId, Node, Nodes};
 use crate::fuse::abi::{NOTIFY_INVAL_INODE, NotifyInvalInodeOut, OutHeader};
 use crate::window::sys;
@@ -51,15 +53,19 @@ impl Shared {
         Self { fuse, root, calls, invalidations, notices, nodes, data, invalidating, daemon, gate, watch }
     }
 
-    pub fn answer(&self, call: Call, real: Option<OwnedFd>) -> (Answer, Option<OwnedFd>) {
+    pub fn answer(&self, call: Call, real: Option<OwnedFd>) -> (Answer, Vec<Arc<OwnedFd>>) {
         let result = match (call.what, real) {
             (OPEN_THROUGH, Some(real)) => self.open(call.id, Kind::Through, real),
             (OPEN_CACHED, Some(real)) => self.open(call.id, Kind::Cached, real),
-            (WATCH, None) => self.watch(call.id).map(|()| (Answer::default(), None)),
-            (INVALIDATE, None) => self.invalidate(call.id).map(|()| (Answer::default(), None)),
+            (FIND_THROUGH, None) => self.find(call.id, Kind::Through),
+            (FIND_CACHED, None) => self.find(call.id, Kind::Cached),
+            (WATCH, None) => self.watch(call.id).map(|()| Default::default()),
+            (INVALIDATE, None) => self.invalidate(call.id).map(|()| Default::default()),
             _ => Err(Errno::INVAL),
         };
-        result.unwrap_or_else(|e| (Answer { errno: e.raw_os_error(), guarded: 0 }, None))
+        let failed = |e: Errno| (Answer { errno: e.raw_os_error(), ..Answer::default() }, Vec::new());
+        let (answer, fds) = result.unwrap_or_else(failed);
+        (Answer { number: call.number, ..answer }, fds)
     }
 
     fn invalidate(&self, id: u64) -> Result<(), Errno> {
@@ -88,7 +94,7 @@ impl Shared {
     /// # Errors
     /// EAGAIN if the daemon has too many notices to read.
     pub fn notify(&self, notice: Notice) -> io::Result<()> {
-        send(self.notices.as_fd(), notice.as_bytes(), None, SendFlags::DONTWAIT)
+        send(self.notices.as_fd(), notice.as_bytes(), &[], SendFlags::DONTWAIT)
     }
 
     fn watch(&self, id: u64) -> Result<(), Errno> {
@@ -102,7 +108,21 @@ impl Shared {
         Ok(())
     }
 
-    fn open(&self, id: u64, kind: Kind, real: OwnedFd) -> Result<(Answer, Option<OwnedFd>), Errno> {
+    /// Opens a proxy file that is open, also one that is to be dropped.
+    fn find(&self, id: u64, kind: Kind) -> Result<(Answer, Vec<Arc<OwnedFd>>), Errno> {
+        let nodeid = Nodes::nodeid(id, kind)?;
+        // This open counts until the kernel knows of its own.
+        self.nodes.opened(nodeid).ok_or(Errno::NOENT)?;
+        let fd = self.open_number(nodeid);
+        let found = self.nodes.with(nodeid, |node| (node.real.clone(), node.marked)).ok_or(Errno::NOENT);
+        let revoked = self.nodes.is_revoked(nodeid).into();
+        self.released(nodeid);
+        let (real, marked) = found?;
+        let guarded = u32::from(marked && kind == Kind::Through);
+        Ok((Answer { guarded, revoked, ..Answer::default() }, vec![fd?.into(), real]))
+    }
+
+    fn open(&self, id: u64, kind: Kind, real: OwnedFd) -> Result<(Answer, Vec<Arc<OwnedFd>>), Errno> {
         let nodeid = Nodes::nodeid(id, kind)?;
         let file = FileId::of(&real).map_err(errno)?;
         // The kernel opens a backing file anew, and would for writing whatever `real` is open for.
@@ -125,13 +145,17 @@ impl Shared {
         self.released(nodeid);
         opened.map(|(fd, marked)| {
             let guarded = marked && kind == Kind::Through;
-            (Answer { errno: 0, guarded: guarded.into() }, Some(fd))
+            (Answer { guarded: guarded.into(), ..Answer::default() }, vec![fd.into()])
         })
+    }
+
+    fn open_number(&self, nodeid: u64) -> Result<OwnedFd, Errno> {
+        openat(&self.root, nodeid.to_string(), OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
     }
 
     /// Opens the proxy file and only then marks the real one, so that page faults of its mappings are no events.
     fn open_node(&self, nodeid: u64, file: FileId, real: &Arc<OwnedFd>) -> Result<(OwnedFd, bool), Errno> {
-        let fd = openat(&self.root, nodeid.to_string(), OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
+        let fd = self.open_number(nodeid)?;
         let marked = self.nodes.with(nodeid, |node| node.marked).unwrap_or(false);
         let marked = marked || self.marks(nodeid).is_some_and(|marks| marks.add(file, real).is_ok());
         self.nodes.with(nodeid, |node| node.marked = marked);
