@@ -5,6 +5,7 @@
 
 mod common;
 mod locked;
+mod moving;
 mod processes;
 
 use std::fs::{self, File, FileTimes, OpenOptions};
@@ -19,17 +20,19 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use common::wait_until;
 use locked::Locked;
+use moving::{load, save};
 use processes::{run_all, skip, this};
 use rustix::fs::{Mode, OFlags};
 use tempfile::TempDir;
 use thruway::device;
-use thruway::fs::{Config, PassthroughFs, proc_self_fd};
+use thruway::fs::{Config, Migration, MigrationOnError, PassthroughFs, proc_self_fd};
 use thruway::fuse::Server;
 use thruway::fuse::abi::*;
 use thruway::sandbox::seccomp;
-use thruway::window::proxy::{self, Guard, GuardMode};
+use thruway::window::proxy::{self, Guard, GuardMode, Proxy};
 use thruway::window::{RANGE, Settings, Window, Writable};
 use thruway_bench::frontend::{Frontend, Mapped, Options, Token, Window as Regions};
+use vhost::vhost_user::message::VhostUserVirtioFeatures;
 use vm_memory::mmap::MmapRegion;
 use vm_memory::{Bytes, FileOffset, VolatileMemory};
 use zerocopy::{FromBytes, IntoBytes};
@@ -52,6 +55,9 @@ const TESTS: &[(&str, fn())] = &[
     ("a_session_begins_with_nothing", a_session_begins_with_nothing),
     ("a_stock_guest_sees_nothing_of_it", a_stock_guest_sees_nothing_of_it),
     ("with_a_dax_window_too", with_a_dax_window_too),
+    ("a_guest_that_moves_lets_go_of_all_slots", a_guest_that_moves_lets_go_of_all_slots),
+    ("a_guest_that_has_moved_gets_slots_anew", a_guest_that_has_moved_gets_slots_anew),
+    ("a_guest_moves_only_to_the_same_windows", a_guest_moves_only_to_the_same_windows),
 ];
 
 const SIZE: u64 = 64 * RANGE;
@@ -126,9 +132,26 @@ struct Entry {
 struct Guest {
     frontend: Frontend,
     regions: Regions,
-    dir: TempDir,
+    dir: Arc<TempDir>,
     guard: Guard,
     table: Memory,
+}
+
+/// Starts a window process.
+fn window_process(deadline: Duration) -> Proxy {
+    proxy::start(GuardMode::Fanotify, deadline, seccomp::Action::Kill).unwrap_or_else(|e| skip(e))
+}
+
+/// A daemon that shares the directory, which has its socket too.
+fn serve(proxy: Proxy, dir: &TempDir, socket: &str, config: Config, dax: u64, settings: Settings) -> Frontend {
+    let window = Window::new(dax, Some(settings), Arc::new(proxy)).unwrap();
+    let root = rustix::fs::open(dir.path(), OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap();
+    let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), config).unwrap();
+    let fs = fs.with_window(Some(window.clone()));
+    let listener = UnixListener::bind(dir.path().join(socket)).unwrap();
+    let options = device::Options { keep_alive: true, window: Some(window), ..Default::default() };
+    spawn(move || device::serve(listener, Arc::new(Server::new(fs)), options));
+    Frontend::connect(&dir.path().join(socket), Options::default()).unwrap()
 }
 
 impl Guest {
@@ -154,18 +177,14 @@ impl Guest {
     }
 
     fn waiting(config: Config, dax: u64, writable: Writable, patience: Duration, deadline: Duration) -> Self {
-        let dir = TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-        let proxy = proxy::start(GuardMode::Fanotify, deadline, seccomp::Action::Kill).unwrap_or_else(|e| skip(e));
-        let guard = proxy.guard().clone();
         let settings = Settings { size: SIZE, slots: SLOTS, writable, patience };
-        let window = Window::new(dax, Some(settings), Arc::new(proxy)).unwrap();
-        let root = rustix::fs::open(dir.path(), OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap();
-        let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), config).unwrap();
-        let fs = fs.with_window(Some(window.clone()));
-        let listener = UnixListener::bind(dir.path().join("socket")).unwrap();
-        let options = device::Options { keep_alive: true, window: Some(window), ..Default::default() };
-        spawn(move || device::serve(listener, Arc::new(Server::new(fs)), options));
-        let mut frontend = Frontend::connect(&dir.path().join("socket"), Options::default()).unwrap();
+        Self::mounted(window_process(deadline), config, dax, settings)
+    }
+
+    fn mounted(proxy: Proxy, config: Config, dax: u64, settings: Settings) -> Self {
+        let dir = Arc::new(TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap());
+        let guard = proxy.guard().clone();
+        let mut frontend = serve(proxy, &dir, "socket", config, dax, settings);
         let regions = frontend.open_window().unwrap();
         assert_eq!(regions.sizes, [dax, SIZE - RANGE, RANGE]);
         let flags = init(&frontend, u64::MAX);
@@ -173,6 +192,29 @@ impl Guest {
         assert!(!flags.intersects(InitFlags::WRITEBACK_CACHE | InitFlags::PASSTHROUGH));
         let table = Memory::new(&regions.mapped_in(2)[&0]);
         Self { frontend, regions, dir, guard, table }
+    }
+
+    /// This guest at another daemon, which is not on its way there yet.
+    fn target(&self, proxy: Proxy, socket: &str, settings: Settings) -> (Frontend, Regions) {
+        let migration = Migration { on_error: MigrationOnError::GuestError, ..Config::default().migration };
+        let config = Config { passthrough_min_size: 1000, migration, ..Default::default() };
+        let mut frontend = serve(proxy, &self.dir, socket, config, 0, settings);
+        let regions = frontend.open_window().unwrap();
+        (frontend, regions)
+    }
+
+    /// The guest is about to move to another daemon, or stays after all.
+    fn leaves(&self, leaves: bool) {
+        let logging = VhostUserVirtioFeatures::LOG_ALL.bits();
+        self.frontend.set_features(if leaves { logging } else { 0 }).unwrap();
+    }
+
+    /// The session, if it can move. The device goes on afterwards.
+    fn save(&mut self) -> Option<Vec<u8>> {
+        let bases = [0, 1].map(|queue| self.frontend.stop_queue(queue).unwrap());
+        let state = save(&mut self.frontend);
+        [0, 1].iter().for_each(|queue| self.frontend.start_queue(*queue, bases[*queue]).unwrap());
+        state
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -895,4 +937,120 @@ fn with_a_dax_window_too() {
     init(&guest.frontend, !InitFlags::PASSTHROUGH_SHM.bits());
     assert_eq!(guest.lookup("file"), node + 1);
     assert_eq!(guest.getattr(node + 1).flags, ATTR_DAX);
+}
+
+fn settings() -> Settings {
+    Settings { size: SIZE, slots: SLOTS, writable: Writable::InPlace, patience: HOUR }
+}
+
+fn a_guest_that_moves_lets_go_of_all_slots() {
+    let mut guest = Guest::new();
+    guest.file("file", 5000);
+    guest.file("kept", 5000);
+    guest.file("late", 5000);
+    let [node, kept, late] = ["file", "kept", "late"].map(|name| guest.lookup(name));
+    let (fh, index) = guest.open(node, libc::O_RDWR);
+    let index = index.unwrap();
+    let live = guest.entry(index);
+    let (kept_fh, _) = guest.open(kept, libc::O_RDWR);
+    guest.release(kept, kept_fh);
+    guest.slot(index).put(7, b's');
+    assert_eq!(guest.slots(), 2);
+    // A frontend that does not say so finds the file mapped.
+    assert_eq!(guest.save(), None);
+    assert_eq!(guest.entry(index), live);
+
+    guest.leaves(true);
+    wait_until("the kept slot is gone", || guest.slots() == 1);
+    let revoking = Entry { flags: VALID | WRITABLE | REVOKED, ..live };
+    wait_until("revoked", || guest.entry(index) == revoking);
+    assert_eq!(guest.save(), None);
+    guest.acknowledge(index);
+    wait_until("unmapped", || guest.slots() == 0);
+    let revoked = Entry { flags: REVOKED, offset: 0, length: 0, ..live };
+    assert_eq!(guest.entry(index), revoked);
+    // Nothing is mapped meanwhile, and messages go on.
+    assert_eq!(guest.ask(node, fh, 0, 4096, false), Err(libc::EAGAIN));
+    assert_eq!(guest.open(node, libc::O_RDWR).1, Some(index));
+    let (late_fh, none) = guest.open(late, libc::O_RDWR);
+    assert_eq!((none, guest.slots(), guest.entry(index)), (None, 0, revoked));
+    (0..20).for_each(|_| guest.write(node, fh, 8, 1));
+    assert!(guest.save().is_some());
+
+    // The guest stays after all.
+    guest.leaves(false);
+    guest.release(late, late_fh);
+    guest.ask(node, fh, 0, 4096, true).unwrap();
+    assert_eq!(guest.entry(index), Entry { offset: guest.entry(index).offset, generation: 2, ..live });
+    assert_eq!([7, 8, 9].map(|at| guest.slot(index).get::<u8>(at)), [b's', b'w', b'r']);
+    assert!(guest.open(late, libc::O_RDWR).1.is_some());
+    assert_eq!(guest.save(), None);
+}
+
+fn a_guest_that_has_moved_gets_slots_anew() {
+    let proxies = [(); 2].map(|()| window_process(HOUR));
+    let mut guest = Guest::new();
+    guest.file("first", 5000);
+    let file = guest.file("file", 5000);
+    guest.file("small", 500);
+    let [first, node, small] = ["first", "file", "small"].map(|name| guest.lookup(name));
+    let lost = guest.open(first, libc::O_RDWR).1.unwrap();
+    let (fh, index) = guest.open(node, libc::O_RDWR);
+    let index = index.unwrap();
+    let (again, _) = guest.open(node, libc::O_RDONLY);
+    let (small_fh, none) = guest.open(small, libc::O_RDWR);
+    assert_eq!(none, None);
+    guest.file("small", 5000);
+    // The first one is lost, and forgotten.
+    fs::remove_file(guest.path("first")).unwrap();
+    let before = guest.entry(index);
+    for (proxy, socket) in proxies.into_iter().zip(["second", "third"]) {
+        guest.leaves(true);
+        wait_until("revoked", || guest.entry(index).flags & REVOKED != 0);
+        let (seen, count) = (guest.entry(index).generation, guest.revocations());
+        [lost, index].iter().for_each(|index| guest.acknowledge(*index));
+        wait_until("unmapped", || guest.slots() == 0);
+        guest.stored(index);
+        let state = guest.save().unwrap();
+        let (mut frontend, regions) = guest.target(proxy, socket, settings());
+        assert!(load(&mut frontend, &state));
+        wait_until("the table", || regions.mapped_in(2).len() == 1);
+        let table = Memory::new(&regions.mapped_in(2)[&0]);
+        let ack = table.get::<u32>(ACKS + 16 * index as usize);
+        guest = Guest { frontend, regions, table, ..guest };
+        let revoked = Entry { flags: REVOKED, offset: 0, length: 0, size: 0, generation: seen, ..before };
+        assert_eq!((guest.entry(index), ack, guest.slots()), (revoked, seen, 0));
+        assert_ne!(guest.revocations(), count);
+        assert_eq!(guest.entry(lost), Entry::default());
+        // By messages, until the guest asks.
+        guest.write(node, fh, 7, 1);
+        guest.ask(node, again, 0, 4096, true).unwrap();
+        let live = Entry { offset: guest.entry(index).offset, generation: seen + 1, ..before };
+        assert_eq!((guest.entry(index), guest.slot(index).get::<u8>(7)), (live, b'w'));
+        guest.slot(index).put(8, b's');
+        assert_eq!(byte(&file, 8), b's');
+        // All opens of a node are of one kind.
+        assert_eq!(guest.open(small, libc::O_RDWR).1, None);
+        assert_eq!(guest.open(node, libc::O_RDWR).1, Some(index));
+    }
+    for opened in [fh, again] {
+        guest.release(node, opened);
+    }
+    guest.release(small, small_fh);
+    assert_eq!(guest.entry(index).flags, VALID | WRITABLE);
+    guest.file("new", 5000);
+    assert_ne!(guest.open(guest.lookup("new"), libc::O_RDWR).1, Some(index));
+}
+
+fn a_guest_moves_only_to_the_same_windows() {
+    let proxies = [(); 3].map(|()| window_process(HOUR));
+    let mut guest = Guest::new();
+    let state = guest.save().unwrap();
+    let [smaller, deaf, same] = proxies;
+    let (mut frontend, _regions) = guest.target(smaller, "smaller", Settings { size: SIZE / 2, ..settings() });
+    assert!(!load(&mut frontend, &state));
+    let config = Config { passthrough_min_size: 1000, ..Default::default() };
+    assert!(!load(&mut serve(deaf, &guest.dir, "deaf", config, 0, settings()), &state));
+    let (mut frontend, _regions) = guest.target(same, "same", settings());
+    assert!(load(&mut frontend, &state));
 }

@@ -2,6 +2,7 @@
 //! them. And those that wait in the ring for a session.
 
 mod locked;
+mod moving;
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
@@ -13,6 +14,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use locked::Locked;
+use moving::{load, save};
 use rustix::fs::{MemfdFlags, memfd_create};
 use thruway::device::{self, Handler, LARGE, Urings};
 use thruway::fs::{Config, PassthroughFs, proc_self_fd};
@@ -554,20 +556,6 @@ fn shared(dir: &std::path::Path) -> Server<PassthroughFs> {
     Server::new(PassthroughFs::new(root, proc_self_fd().unwrap(), Config::default()).unwrap())
 }
 
-/// Has the session moved between `pipe`'s other end and the device.
-fn transfer(frontend: &mut Frontend, direction: VhostTransferStateDirection, pipe: OwnedFd) -> bool {
-    let phase = VhostTransferStatePhase::STOPPED;
-    let vhost = frontend.vhost();
-    vhost.set_device_state_fd(direction, phase, pipe).is_ok() && vhost.check_device_state().is_ok()
-}
-
-/// Sends the session, which fits into a pipe.
-fn load(frontend: &mut Frontend, state: &[u8]) -> bool {
-    let (from, to) = rustix::pipe::pipe().unwrap();
-    File::from(to).write_all(state).unwrap();
-    transfer(frontend, VhostTransferStateDirection::LOAD, from)
-}
-
 fn error(frontend: &Frontend, token: Token) -> i32 {
     let done = frontend.wait_for(1, token, LONG).unwrap();
     OutHeader::read_from_prefix(&done.data).unwrap().0.error
@@ -605,10 +593,7 @@ fn a_session_may_come_before_or_after_the_rings_start() {
     let entry = source.frontend.request(1, Opcode::Lookup as u32, ROOT_ID, b"file\0", b"", 128).unwrap();
     let node = EntryOut::read_from_prefix(&entry).unwrap().0.nodeid;
     assert_eq!([0, 1].map(|queue| source.frontend.stop_queue(queue).unwrap()), [0, 2]);
-    let (from, to) = rustix::pipe::pipe().unwrap();
-    assert!(transfer(&mut source.frontend, VhostTransferStateDirection::SAVE, to));
-    let mut state = Vec::new();
-    File::from(from).read_to_end(&mut state).unwrap();
+    let state = save(&mut source.frontend).unwrap();
     source.end();
 
     let mut early = Daemon::start(shared(dir.path()), Urings::none());

@@ -410,6 +410,10 @@ impl<H: Handler> VhostUserBackend for Device<H> {
         let logging = features & VhostUserVirtioFeatures::LOG_ALL.bits() != 0;
         self.workers.logging.store(logging, Ordering::Release);
         self.connection.features.store(features, Ordering::Relaxed);
+        if let Some(window) = &self.window {
+            // A frontend has changes of the guest's memory logged from the beginning of a migration to its end.
+            window.set_leaving(logging);
+        }
     }
 
     fn protocol_features(&self) -> Protocol {

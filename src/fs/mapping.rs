@@ -170,7 +170,7 @@ impl PassthroughFs {
         window.take_over(left.into_iter().map(with_source).collect(), rooms, found.proxy);
     }
 
-    fn opener(&self, inode: Arc<Inode>) -> Arc<Opener> {
+    pub(super) fn opener(&self, inode: Arc<Inode>) -> Arc<Opener> {
         let (places, proc_self_fd) = (self.places.clone(), self.proc_self_fd.clone());
         Arc::new(Opener { inode, places, proc_self_fd, readonly: self.config.readonly })
     }
@@ -253,7 +253,7 @@ impl Mappings for PassthroughFs {
 }
 
 /// Opens an inode's file on the mapper's thread.
-struct Opener {
+pub(super) struct Opener {
     inode: Arc<Inode>,
     places: Arc<Places>,
     proc_self_fd: Arc<OwnedFd>,

@@ -366,12 +366,6 @@ impl Control for PassthroughFs {
     }
 
     fn save(&self) -> io::Result<Vec<u8>> {
-        if self.has(InitFlags::PASSTHROUGH_SHM) {
-            return Err(io::Error::new(
-                io::ErrorKind::Unsupported,
-                "the guest has window passthrough, which cannot move",
-            ));
-        }
         self.save_state()?.encode().map_err(io::Error::other)
     }
 
@@ -388,9 +382,6 @@ impl Control for PassthroughFs {
     }
 
     fn load(&self, flags: InitFlags, state: &[u8]) -> io::Result<()> {
-        if flags.contains(InitFlags::PASSTHROUGH_SHM) {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "the source's guest has window passthrough"));
-        }
         if self.keeps_owners() && flags.contains(InitFlags::HANDLE_KILLPRIV_V2) {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "the source runs without --ownership=xattr"));
         }

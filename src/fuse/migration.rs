@@ -13,7 +13,7 @@ use crate::record;
 const MAGIC: [u8; 8] = *b"thruway\0";
 
 /// Raised with every change that an older daemon would misread.
-const VERSION: u32 = 4;
+const VERSION: u32 = 5;
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]

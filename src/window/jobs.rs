@@ -93,6 +93,14 @@ pub enum SlotJob {
         session: u64,
         answer: Answer,
     },
+    /// The session of another daemon goes on here, after the end of the one before.
+    Resume(Box<dyn FnOnce() + Send>),
+    /// A guest whose session goes on here gets the table.
+    Table {
+        session: u64,
+    },
+    /// The guest is about to move to another daemon.
+    Leave,
     /// A node's first open with passthrough, which has got the `life`th entry.
     Open {
         index: u32,
@@ -163,6 +171,8 @@ enum Own {
     Entry(EntryJob, u32),
     Node(NodeJob, u64),
     Resume,
+    Leave,
+    Table(u64),
     Show,
 }
 
@@ -191,6 +201,8 @@ impl Job {
         match self {
             Self::Dax(DaxJob::Node(job, node)) => Origin::Daemon(Own::Node(*job, *node)),
             Self::Slot(SlotJob::Entry(job, index)) => Origin::Daemon(Own::Entry(*job, *index)),
+            Self::Slot(SlotJob::Leave) => Origin::Daemon(Own::Leave),
+            Self::Slot(SlotJob::Table { session }) => Origin::Daemon(Own::Table(*session)),
             Self::Dax(_) | Self::Slot(_) => Origin::Guest,
             Self::Event(event, _) => Origin::Daemon(Own::Event(*event)),
             Self::Close(_) => Origin::Close,
@@ -203,7 +215,13 @@ impl Job {
     fn by(&self) -> By {
         match self {
             Self::Event(Event::Revoke(_), _) | Self::Reset | Self::Resume | Self::Show(_) => By::Mapper,
-            Self::Slot(SlotJob::Start { .. } | SlotJob::Entry(EntryJob::Drop | EntryJob::Downgrade, _)) => By::Mapper,
+            Self::Slot(
+                SlotJob::Start { .. }
+                | SlotJob::Resume(_)
+                | SlotJob::Table { .. }
+                | SlotJob::Leave
+                | SlotJob::Entry(EntryJob::Drop | EntryJob::Downgrade, _),
+            ) => By::Mapper,
             Self::Dax(DaxJob::Node(NodeJob::Copy | NodeJob::Mend, _))
             | Self::Slot(SlotJob::Entry(EntryJob::Replace, _)) => By::Urgent,
             Self::Close(closing) if closing.is_urgent() => By::Urgent,
@@ -236,7 +254,10 @@ impl Job {
 
     /// Workers take nothing that came after it until it is done.
     const fn is_fence(&self) -> bool {
-        matches!(self, Self::Reset | Self::Resume | Self::Slot(SlotJob::Start { .. }))
+        matches!(
+            self,
+            Self::Reset | Self::Resume | Self::Slot(SlotJob::Start { .. } | SlotJob::Resume(_) | SlotJob::Table { .. })
+        )
     }
 
     /// Answers EAGAIN to a job of the guest's.
@@ -244,8 +265,10 @@ impl Job {
         match self {
             Self::Dax(DaxJob::Map { answer, .. } | DaxJob::Unmap { answer, .. } | DaxJob::Vacate { answer, .. })
             | Self::Slot(SlotJob::Start { answer, .. } | SlotJob::Ask { answer, .. }) => answer(Err(Errno::AGAIN)),
-            // Its sender answers.
-            Self::Slot(SlotJob::Open { .. } | SlotJob::Entry(..))
+            // Its sender answers, or finds that nobody does.
+            Self::Slot(
+                SlotJob::Open { .. } | SlotJob::Entry(..) | SlotJob::Resume(_) | SlotJob::Table { .. } | SlotJob::Leave,
+            )
             | Self::Dax(DaxJob::Node(..))
             | Self::Event(..)
             | Self::Close(_)

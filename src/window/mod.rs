@@ -44,7 +44,9 @@ use layout::{DAX, WHOLE_FILES};
 pub use layout::{RANGE, RANGE_SHIFT};
 use mapper::Mapper;
 use passthrough::{Core, Slots, TABLE_LEN, touch};
-pub use passthrough::{EntryState, MIN_SIZE, PATIENCE, Passthrough, Record, Settings, Writable};
+pub use passthrough::{
+    EntryState, MIN_SIZE, Moved, MovedEntry, OpenFile, PATIENCE, Passthrough, Record, Settings, Writable,
+};
 pub use reservation::Stores;
 use turn::{MayWait, Slow};
 
@@ -90,8 +92,7 @@ impl Window {
     /// Sizes of the regions in bytes, by id. The frontend that asks will map.
     pub fn announce(&self) -> Vec<u64> {
         self.shared.announced.store(true, Ordering::Release);
-        let more = self.passthrough.iter().flat_map(|passthrough| [passthrough.size(), TABLE_LEN]);
-        [self.size].into_iter().chain(more).collect()
+        self.sizes()
     }
 
     /// Size of the DAX window in bytes. 0 if there is none.
@@ -141,6 +142,7 @@ impl Window {
     pub fn disconnect(&self) {
         *self.shared.frontend.lock() = None;
         self.shared.announced.store(false, Ordering::Release);
+        self.set_leaving(false);
         self.reset();
     }
 
@@ -161,6 +163,17 @@ impl Window {
             );
         }
         self.shared.larger_pages.store(larger, Ordering::Relaxed);
+    }
+
+    /// The guest is about to move to another daemon, or stays after all.
+    pub fn set_leaving(&self, leaving: bool) {
+        self.passthrough.iter().for_each(|passthrough| passthrough.set_leaving(leaving));
+    }
+
+    /// Sizes of the regions in bytes, by id.
+    pub fn sizes(&self) -> Vec<u64> {
+        let more = self.passthrough.iter().flat_map(|passthrough| [passthrough.size(), TABLE_LEN]);
+        [self.size].into_iter().chain(more).collect()
     }
 
     /// Makes the mapper drop all mappings soon.

@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 use crate::fs::path::{MAX_NAME, is_name, is_path};
 use crate::fs::sys::{MAX_HANDLE, RawHandle};
 use crate::limits::RESTORED_MOUNTS;
+use crate::window::Moved;
 
 /// Why bytes cannot be decoded.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
@@ -40,6 +41,17 @@ pub struct State {
     /// An inode comes after the directory that it is an [entry](Location::Entry) of.
     pub inodes: Vec<InodeState>,
     pub handles: Vec<HandleState>,
+    /// If the guest has a window.
+    pub window: Option<WindowState>,
+}
+
+/// The windows, which the target must have too.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WindowState {
+    /// Bytes of the regions, by their number.
+    pub sizes: Vec<u64>,
+    /// The table of window passthrough.
+    pub table: Option<Moved>,
 }
 
 /// A mount on which file handles are opened.
@@ -196,9 +208,15 @@ fn handle_fault(handle: &RawHandle) -> Option<&'static str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::window::MovedEntry;
 
     fn raw(n: u8) -> RawHandle {
         RawHandle { kind: n.into(), data: vec![n; 12].into() }
+    }
+
+    fn window() -> WindowState {
+        let entry = MovedEntry { index: 1, node: 2, change: 3, generation: 4, lost: 5, seq: 6, ack: 4 };
+        WindowState { sizes: vec![0, 1 << 21, 1 << 21], table: Some(Moved { revocations: 7, entries: vec![entry] }) }
     }
 
     fn state() -> State {
@@ -214,6 +232,7 @@ mod tests {
                 inode(5, Location::Entry { parent: 1, name: b"c".into() }, Some(raw(4))),
             ],
             handles: vec![HandleState { fh: 1 << 32, node: 2, directory: false, flags: 0o2 }],
+            window: Some(window()),
         }
     }
 

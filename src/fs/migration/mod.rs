@@ -4,6 +4,7 @@ mod find;
 pub mod format;
 #[cfg(test)]
 mod tests;
+mod windows;
 
 use std::collections::HashMap;
 use std::ffi::CString;
@@ -36,7 +37,13 @@ const MAX_NODEID: u64 = 1 << 62;
 
 impl PassthroughFs {
     /// The session. There must be no requests meanwhile.
-    pub(super) fn save_state(&self) -> Result<State> {
+    pub(super) fn save_state(&self) -> io::Result<State> {
+        // First, since it may be refused.
+        let window = self.save_window()?;
+        Ok(State { window, ..self.save_files()? })
+    }
+
+    fn save_files(&self) -> Result<State> {
         let root = self.inodes.get(ROOT_ID)?;
         root.with_fd(&self.places, |root_fd| {
             let mut inodes = self.inodes.all();
@@ -54,7 +61,7 @@ impl PassthroughFs {
             // Puts each entry after its directory.
             inodes.sort_by_key(|inode| matches!(inode.location, Location::Entry { .. }));
             let (next_id, mounts, handles) = (self.inodes.next_id(), saver.mounts, self.save_handles());
-            Ok(State { next_id, mounts, inodes, handles })
+            Ok(State { next_id, mounts, inodes, handles, window: None })
         })
     }
 
@@ -84,6 +91,7 @@ impl PassthroughFs {
         self.handles.restored();
         done?;
         self.inodes.set_next_id(state.next_id);
+        self.load_window(flags, state.window.as_ref())?;
         if loader.lost > 0 {
             let (lost, all) = (loader.lost, state.inodes.len() + state.handles.len());
             tracing::warn!("{lost} of {all} inodes and open files are lost: the guest gets EIO from them");

@@ -384,7 +384,7 @@ fn a_stream_of_an_older_daemon_is_refused() {
     let mut state = server.save().unwrap();
     server.load(&state).unwrap();
     state[8] -= 1;
-    assert!(server.load(&state).unwrap_err().to_string().contains("version 3, not 4"));
+    assert!(server.load(&state).unwrap_err().to_string().contains("version 4, not 5"));
 }
 
 #[test]
@@ -419,7 +419,7 @@ fn a_hostile_state_gets_an_error_and_never_a_panic() {
     assert!(damaged(&|s| s.next_id = file).is_some());
     assert!(damaged(&|s| s.next_id = u64::MAX).is_some());
     // The guest would get the root's nodeid for another file.
-    let empty = |next_id| State { next_id, mounts: vec![], inodes: vec![], handles: vec![] };
+    let empty = |next_id| State { next_id, mounts: vec![], inodes: vec![], handles: vec![], window: None };
     assert!(damaged(&|s| *s = empty(ROOT_ID)).is_some());
     assert!(damaged(&|s| *s = empty(ROOT_ID + 1)).is_none());
     assert!(damaged(&|s| s.inodes[1].id = s.inodes[2].id).is_some());

@@ -11,6 +11,7 @@ use rustix::io::Errno;
 use super::Settings;
 use super::entries::Entries;
 use super::entry::Entry;
+use super::moved::{Moved, OpenFile, Resumed};
 use super::mtime::{DeferredMtime, Touch};
 use crate::limits::TABLE_ENTRIES;
 use crate::window::jobs::{EntryJob, Jobs, SlotJob};
@@ -19,6 +20,8 @@ pub struct Core {
     pub settings: Settings,
     /// The guest has the table.
     on: AtomicBool,
+    /// The guest is about to move to another daemon: no entry becomes live. Changed under the lock of `entries`.
+    leaving: AtomicBool,
     entries: Mutex<Entries>,
     /// The file that the frontend maps as the table.
     pub table: OwnedFd,
@@ -33,8 +36,9 @@ impl Core {
         let looks = (0..TABLE_ENTRIES).map(|_| Mutex::default()).collect();
         let entries = Entries::new()?;
         let table = entries.table.file().ok_or(io::ErrorKind::NotFound)?.try_clone_to_owned()?;
-        let (on, entries, times) = (AtomicBool::new(false), Mutex::new(entries), DeferredMtime::new(touch));
-        Ok(Self { settings, on, entries, table, looks, times, jobs })
+        let (on, leaving) = (AtomicBool::new(false), AtomicBool::new(false));
+        let (entries, times) = (Mutex::new(entries), DeferredMtime::new(touch));
+        Ok(Self { settings, on, leaving, entries, table, looks, times, jobs })
     }
 
     pub fn entries(&self) -> MutexGuard<'_, Entries> {
@@ -54,6 +58,33 @@ impl Core {
     /// Whether the guest has the table.
     pub fn is_on(&self) -> bool {
         self.on.load(Ordering::Acquire)
+    }
+
+    /// Whether no entry may become live.
+    pub fn is_leaving(&self) -> bool {
+        self.leaving.load(Ordering::Acquire)
+    }
+
+    /// The guest is about to move to another daemon, or stays after all. Whether that is new.
+    pub fn set_leaving(&self, leaving: bool) -> bool {
+        // Who makes an entry live looks at it under the lock.
+        let _entries = self.entries();
+        self.leaving.swap(leaving, Ordering::AcqRel) != leaving
+    }
+
+    /// Begins with the session of another daemon.
+    ///
+    /// # Errors
+    /// What is wrong with it. There is nothing of it then.
+    pub fn resume(&self, moved: &Moved, files: Vec<OpenFile>) -> Resumed {
+        let mut entries = self.entries();
+        entries.resume(moved, files)?;
+        self.on.store(true, Ordering::Release);
+        let session = entries.session;
+        drop(entries);
+        // Not by the caller: it waits until the device runs.
+        self.jobs.send(SlotJob::Table { session });
+        Ok(())
     }
 
     /// The guest of this session has the table.

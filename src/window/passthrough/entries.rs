@@ -5,7 +5,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::entry::{Entry, Use};
+use super::entry::{Entry, Record, Use};
 use super::mtime::DeferredMtime;
 use super::table::Table;
 use crate::fuse::ops::Answer;
@@ -92,6 +92,20 @@ impl Entries {
         self.update(index, |_| ());
         self.indices.insert(node, index);
         Opened::First { index, life: self.lives }
+    }
+
+    /// A node is open in another daemon's session, by this entry.
+    pub fn add_open(&mut self, index: u32, record: Record, opens: u32, source: Arc<dyn Source>) {
+        self.lives += 1;
+        self.used.insert(index, Entry::resumed(self.lives, record, opens, source));
+        self.free.retain(|free| *free != index);
+        self.update(index, |_| ());
+        self.indices.insert(record.nodeid, index);
+    }
+
+    /// A node is open in another daemon's session, without an entry.
+    pub fn add_open_by_messages(&mut self, node: u64, opens: u32) {
+        self.messages.insert(node, opens);
     }
 
     /// Whether a node has opens, of any kind.

@@ -362,6 +362,11 @@ impl Entry {
         }
     }
 
+    /// The entry of a node that has `opens` opens in another daemon's session. It has no slot.
+    pub fn resumed(life: u64, record: Record, opens: u32, source: Arc<dyn Source>) -> Self {
+        Self { uses: Use::Open { opens }, ..Self::new(life, record.nodeid, record, source) }
+    }
+
     pub const fn life(&self) -> u64 {
         self.life
     }

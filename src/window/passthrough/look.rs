@@ -87,7 +87,7 @@ impl Core {
     ///
     /// # Errors
     /// EOPNOTSUPP if it may not, or if a load from a hole would take memory, which may be short; EAGAIN if there is no
-    /// slot.
+    /// slot; EBUSY while the guest is about to move to another daemon.
     pub fn live(
         &self,
         index: u32,
@@ -111,6 +111,9 @@ impl Core {
                 Some(filled) if filled.holes == entry.holes && filled.size >= size => filled.size,
                 _ => return Err(Errno::OPNOTSUPP),
             };
+            if self.is_leaving() {
+                return Err(Errno::BUSY);
+            }
             entry.map()?;
             entry.hole = hole;
             entry.note(size, st.st_blocks as u64);

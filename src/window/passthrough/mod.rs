@@ -9,12 +9,13 @@ mod core;
 mod entries;
 pub(super) mod entry;
 mod look;
+mod moved;
 mod mtime;
 mod slots;
 pub(super) mod table;
 
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::task::Poll;
 use std::time::Duration;
 
@@ -31,6 +32,7 @@ use entries::Opened;
 use entry::Entry;
 pub use entry::{EntryState, Record};
 pub use look::Holes;
+pub use moved::{Moved, MovedEntry, OpenFile, Resumed};
 #[cfg(any(fuzzing, test))]
 pub use mtime::Touch;
 pub use mtime::touch;
@@ -74,6 +76,10 @@ impl Settings {
 /// ([`at_once`](super::Stores::at_once)) and for an answer of the frontend, a quarter of a second each.
 pub const PATIENCE: Duration = Duration::from_millis(if cfg!(fuzzing) { 0 } else { 1500 });
 
+/// How long the mapper may take to end the last session, before it goes on with another daemon's. It waits for the
+/// frontend then, which may not answer while it waits for the session.
+const RESUMED_WITHIN: Duration = Duration::from_secs(10);
+
 /// After so many messages a file that has lost its slot gets another if one is idle. A mapping takes as long as some
 /// ten messages.
 const MISSED: u32 = 16;
@@ -113,6 +119,41 @@ impl Passthrough {
         self.0.end();
     }
 
+    /// The guest is about to move to another daemon: it is to let go of all slots, and gets none. Or it stays after
+    /// all.
+    pub(super) fn set_leaving(&self, leaving: bool) {
+        if self.0.set_leaving(leaving) && leaving {
+            self.0.jobs.send(SlotJob::Leave);
+        }
+    }
+
+    /// What another daemon must know of this session.
+    ///
+    /// # Errors
+    /// How many files the guest has not let go of yet.
+    pub fn moved(&self) -> std::result::Result<Moved, usize> {
+        let entries = self.0.entries();
+        entries.used().for_each(|(index, _)| entries.note_stores(index, &self.0.times));
+        let moved = entries.moved();
+        drop(entries);
+        // The target does not know who owes a time.
+        self.0.times.settle_all();
+        moved
+    }
+
+    /// Goes on with the session of another daemon. `files`: all that the guest has open. Another thread gives the guest
+    /// the table, once the device runs: QEMU takes no mapping before.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub fn resume(&self, moved: &Moved, files: Vec<OpenFile>) -> Resumed {
+        let (send, resumed) = mpsc::channel();
+        let (core, moved) = (self.0.clone(), moved.clone());
+        let resume = move || send.send(core.resume(&moved, files)).unwrap_or_default();
+        self.0.jobs.send(SlotJob::Resume(Box::new(resume)));
+        resumed.recv_timeout(RESUMED_WITHIN).unwrap_or(Err("the last session's files are still mapped"))
+    }
+
     /// The entries that the guest knows, by index.
     pub(super) fn known(&self) -> Vec<(u32, Record)> {
         self.0.entries().table.known()
@@ -131,6 +172,7 @@ impl Passthrough {
     /// Counts an open of a node. Returns the index of its entry if it has passthrough; pending while the mapper decides
     /// that: [`decided`](Self::decided) tells. `source`: the file, if it is worth passing through, for the first open.
     pub fn open(&self, node: u64, file: BorrowedFd, source: Option<Arc<dyn Source>>) -> Poll<Option<u32>> {
+        let source = source.filter(|_| !self.0.is_leaving());
         let mut entries = self.0.entries();
         match entries.open(node, source) {
             Opened::Decided(index) => Poll::Ready(index),

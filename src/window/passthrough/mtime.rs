@@ -94,6 +94,17 @@ impl DeferredMtime {
         }
     }
 
+    /// Gives all files that owe one their time. Waits as [`settle`](Self::settle) does.
+    pub fn settle_all(&self) {
+        loop {
+            let state = self.state.lock();
+            let next = state.owed.first().map(|(node, _)| *node).or_else(|| state.setting.first().copied());
+            drop(state);
+            let Some(node) = next else { return };
+            self.settle(node);
+        }
+    }
+
     /// Gives the files their times on a thread. Never waits.
     pub fn set_soon(self: &Arc<Self>) {
         let mut state = self.state.lock();

@@ -124,6 +124,9 @@ impl Slots {
                 let started = self.start(session);
                 answer(started);
             }
+            SlotJob::Leave => self.leave(),
+            SlotJob::Resume(resume) => resume(),
+            SlotJob::Table { session } => self.map_table(session),
             SlotJob::Entry(EntryJob::Drop, index) => self.drop_slot(index),
             SlotJob::Entry(EntryJob::Downgrade, index) => self.revoke(index, RevokeReason::Downgrade),
             // Others are the workers'.
@@ -144,6 +147,31 @@ impl Slots {
         }
         self.core.started(session);
         Ok(())
+    }
+
+    /// Gives the guest of another daemon's session the table. Until then the guest finds zeros there, and sends
+    /// messages.
+    fn map_table(&mut self, session: u64) {
+        if self.core.entries().session != session {
+            return;
+        }
+        match self.shared.map(&self.table()) {
+            Ok(_) => self.has_table = true,
+            Err(errno) => {
+                tracing::error!("no window passthrough: the frontend does not map the table of a moved guest: {errno}");
+                self.core.end();
+            }
+        }
+    }
+
+    /// The guest is about to move to another daemon: has it let go of all slots.
+    fn leave(&mut self) {
+        if !self.core.is_leaving() {
+            return;
+        }
+        while self.evict() {}
+        let all: Vec<u32> = self.core.entries().used().map(|(index, _)| index).collect();
+        all.into_iter().for_each(|index| self.revoke(index, RevokeReason::Room));
     }
 
     fn table(&self) -> Mapping<'_> {

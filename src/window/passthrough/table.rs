@@ -65,6 +65,13 @@ struct Row {
     seq: u32,
 }
 
+/// What the guest has seen of an entry, and said of it.
+#[derive(Clone, Copy)]
+pub struct Seen {
+    pub seq: u32,
+    pub ack: u32,
+}
+
 /// The guest may write to the memory, so the daemon reads nothing but the guest's own words from it.
 pub struct Table {
     memory: MmapRegion<()>,
@@ -137,6 +144,36 @@ impl Table {
     /// Revocations in all sessions.
     pub const fn revocations(&self) -> u64 {
         self.all_revocations
+    }
+
+    /// Revocations in this session, as the guest reads it.
+    pub const fn revocation_count(&self) -> u32 {
+        self.revocations
+    }
+
+    /// The sequence number of an entry.
+    pub fn seq(&self, index: u32) -> u32 {
+        self.rows[index as usize % self.rows.len()].seq
+    }
+
+    /// Goes on with another daemon's table, which had so many revocations.
+    pub fn resume(&mut self, revocations: u32) {
+        self.clear();
+        self.revocations = revocations;
+        self.put(REVOCATIONS, revocations.to_le(), Ordering::Release);
+    }
+
+    /// Goes on with an entry of another daemon's table. It is written afterwards.
+    pub fn resume_entry(&mut self, index: u32, seen: Seen) {
+        let at = index as usize % self.rows.len();
+        // Even, as it is while nobody writes.
+        self.rows[at].seq = seen.seq & !1;
+        self.put(guest_at(index, ACK), seen.ack.to_le(), Ordering::Relaxed);
+    }
+
+    /// Sets what [`revocations`](Self::revocations) counts.
+    pub const fn set_revocations(&mut self, all: u64) {
+        self.all_revocations = all;
     }
 
     /// The last generation that the guest has let go of, as it says.

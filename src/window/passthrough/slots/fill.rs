@@ -36,7 +36,11 @@ impl Turn<'_, Slots> {
             SlotJob::Entry(EntryJob::Serve, index) => self.serve_wanting(index),
             SlotJob::Entry(EntryJob::Again, index) => self.fill_again(index),
             // The thread's.
-            SlotJob::Start { .. } | SlotJob::Entry(EntryJob::Drop | EntryJob::Downgrade, _) => {}
+            SlotJob::Start { .. }
+            | SlotJob::Leave
+            | SlotJob::Resume(_)
+            | SlotJob::Table { .. }
+            | SlotJob::Entry(EntryJob::Drop | EntryJob::Downgrade, _) => {}
         }
         let closing = std::mem::take(&mut self.closing);
         if !closing.is_empty() {
@@ -77,8 +81,12 @@ impl Turn<'_, Slots> {
     ///
     /// # Errors
     /// [`FULL`] or [`TOO_LONG`] for want of room in the window; EAGAIN if holes are yet to be allocated; EOPNOTSUPP if
-    /// its file may not be stored to, or read, in place.
+    /// its file may not be stored to, or read, in place; EBUSY while a host process truncates it, or while the guest is
+    /// about to move to another daemon.
     fn fill(&mut self, index: u32, need: Need) -> Result<()> {
+        if self.core.is_leaving() {
+            return Err(Errno::BUSY);
+        }
         let (id, now) = (self.shared.next_id(), self.now);
         let begin = |entry: &mut Entry| {
             entry.begin_opening(id, need, now);
@@ -192,7 +200,7 @@ impl Turn<'_, Slots> {
             return;
         }
         let again = match self.fill(index, Need::Later) {
-            // The truncation is still in progress.
+            // The truncation, or a move to another daemon, is still in progress.
             Err(Errno::BUSY) => Some(Instant::now() + LATER),
             done => done.inspect_err(|errno| tracing::debug!("not mapped again: {errno}")).ok().and(None),
         };
@@ -288,8 +296,8 @@ impl Turn<'_, Slots> {
                 Err(Errno::AGAIN)
             }
             Err(TOO_LONG | Errno::NOSPC | Errno::DQUOT) => Err(Errno::NOSPC),
-            // A truncation is under way; the frontend does not answer; a process of the host executes the file, or has
-            // a lease; a hole came meanwhile; for want of memory or descriptors.
+            // A truncation is under way, or a move; the frontend does not answer; a process of the host executes the
+            // file, or has a lease; a hole came meanwhile; for want of memory or descriptors.
             Err(
                 Errno::BUSY
                 | Errno::TIMEDOUT
