@@ -2,6 +2,7 @@
 //! file.
 
 mod locked;
+mod moving;
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -13,10 +14,11 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use locked::Locked;
-use rustix::fs::{Mode, OFlags};
+use moving::{load, save};
+use rustix::fs::{MemfdFlags, Mode, OFlags, ftruncate, memfd_create};
 use tempfile::TempDir;
 use thruway::device;
-use thruway::fs::{Config, PassthroughFs, proc_self_fd};
+use thruway::fs::{Config, Migration, MigrationOnError, PassthroughFs, proc_self_fd};
 use thruway::fuse::Server;
 use thruway::fuse::abi::*;
 use thruway::window::proxy::{Event, Kind, Opened};
@@ -36,12 +38,12 @@ impl ProxyFiles for Themselves {
         let fd = match kind {
             Kind::Through => real.try_clone_to_owned()?,
             Kind::Cached => {
-                let copy = rustix::fs::memfd_create("copy", rustix::fs::MemfdFlags::CLOEXEC)?;
-                rustix::fs::ftruncate(&copy, 64 * RANGE)?;
+                let copy = memfd_create("copy", MemfdFlags::CLOEXEC)?;
+                ftruncate(&copy, 64 * RANGE)?;
                 copy
             }
         };
-        Ok(Opened { fd, guarded: true })
+        Ok(Opened { fd, guarded: kind == Kind::Through })
     }
 
     fn invalidate(&self, _id: u64) -> io::Result<()> {
@@ -62,34 +64,68 @@ struct Guest {
     frontend: Frontend,
     region: Region,
     window: Arc<Window>,
-    dir: TempDir,
+    dir: Arc<TempDir>,
     events: Sender<Event>,
     read_anew: Arc<AtomicUsize>,
 }
 
 impl Guest {
     fn new(config: Config) -> Self {
-        let dir = tempfile::tempdir().unwrap();
+        let dir = Arc::new(tempfile::tempdir().unwrap());
         let file = std::fs::File::create(dir.path().join("file")).unwrap();
         // As large as any mapping of it in this test, since the frontend refuses a smaller file.
         file.set_len(64 * RANGE).unwrap();
         file.write_all_at(b"contents", RANGE).unwrap();
+        Self::at("socket", dir, config)
+    }
+
+    /// The daemon that listens there.
+    fn at(socket: &str, dir: Arc<TempDir>, config: Config) -> Self {
         let root = rustix::fs::open(dir.path(), OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap();
         let ((events, receiver), read_anew) = (channel(), Arc::new(AtomicUsize::new(0)));
         let files = Themselves(Mutex::new(receiver), read_anew.clone());
         let window = Window::new(SIZE, None, Arc::new(files)).unwrap();
         let fs = PassthroughFs::new(root, proc_self_fd().unwrap(), config).unwrap();
         let fs = fs.with_window(Some(window.clone()));
-        let listener = UnixListener::bind(dir.path().join("socket")).unwrap();
+        let listener = UnixListener::bind(dir.path().join(socket)).unwrap();
         let options = device::Options { keep_alive: true, window: Some(window.clone()), ..Default::default() };
         std::thread::spawn(move || device::serve(listener, Arc::new(Server::new(fs)), options));
-        let mut frontend = Frontend::connect(&dir.path().join("socket"), Options::default()).unwrap();
+        let mut frontend = Frontend::connect(&dir.path().join(socket), Options::default()).unwrap();
         let region = frontend.open_window().unwrap();
         Self { frontend, region, window, dir, events, read_anew }
     }
 
     fn init(&self) -> InitOut {
         InitOut::read_from_bytes(&self.frontend.fuse_init(u64::MAX).unwrap()).unwrap()
+    }
+
+    /// What is mapped: where, which part of the file, whether these are the file's own pages.
+    fn mapped(&self) -> Vec<(u64, u64, bool)> {
+        let (send, receive) = channel();
+        self.window.show(move |mappings| send.send(mappings).unwrap());
+        let mapped = receive.recv().unwrap();
+        mapped.iter().map(|mapping| (mapping.at / RANGE, mapping.from / RANGE, mapping.through)).collect()
+    }
+
+    fn stop(&mut self) -> [u16; 2] {
+        [0, 1].map(|queue| self.frontend.stop_queue(queue).unwrap())
+    }
+
+    /// Moves to another daemon. The session comes before its device runs.
+    fn moved(mut self, socket: &str, config: Config, between: impl FnOnce(&Self)) -> Option<Self> {
+        self.stop();
+        let state = save(&mut self.frontend).unwrap();
+        between(&self);
+        let mut target = Self::at(socket, self.dir.clone(), config);
+        target.stop();
+        target.region.stop();
+        let loaded = load(&mut target.frontend, &state);
+        // All of it is there before the guest runs.
+        let mapped = target.region.mapped().len();
+        target.region.start();
+        [0, 1].iter().for_each(|queue| target.frontend.start_queue(*queue, 0).unwrap());
+        assert!(mapped == self.region.mapped().len() || !loaded);
+        loaded.then_some(target)
     }
 
     fn call(&self, opcode: Opcode, nodeid: u64, args: &[u8], room: usize) -> Result<Vec<u8>, i32> {
@@ -262,4 +298,80 @@ fn a_read_only_share_is_mapped_for_reading_alone() {
     assert_eq!(guest.lookup(b"small\0").attr.flags, 0);
     let entry = guest.lookup(b"file\0");
     assert_eq!(guest.map(entry.nodeid, 0, 0, RANGE, SETUPMAPPING_WRITE), Err(libc::EROFS));
+}
+
+#[test]
+fn a_guest_that_has_moved_keeps_its_mappings() {
+    let mut guest = Guest::new(Config::default());
+    guest.init();
+    let node = guest.lookup(b"file\0").nodeid;
+    guest.map(node, RANGE, 0, RANGE, 0).unwrap();
+    guest.map(node, 4 * RANGE, 2 * RANGE, 2 * RANGE, SETUPMAPPING_WRITE).unwrap();
+    let mapped = guest.mapped();
+    for socket in ["second", "third"] {
+        guest = guest.moved(socket, Config::default(), |_| ()).unwrap();
+        assert_eq!((guest.mapped(), guest.window.live()), (mapped.clone(), 3));
+        let regions = guest.region.mapped();
+        assert_eq!(regions.values().map(|m| m.from / RANGE).collect::<Vec<_>>(), [1, 4, 5]);
+        // Each can be replaced, and nothing of it is left behind.
+        guest.map(node, 9 * RANGE, 2 * RANGE, RANGE, SETUPMAPPING_WRITE).unwrap();
+        guest.map(node, 4 * RANGE, 2 * RANGE, RANGE, SETUPMAPPING_WRITE).unwrap();
+        assert_eq!(guest.mapped(), mapped);
+    }
+    guest.unmap(&[(0, SIZE)]).unwrap();
+    assert_eq!((guest.region.mapped().len(), guest.window.live()), (0, 0));
+}
+
+#[test]
+fn a_file_that_the_target_lacks_is_zeros_if_that_is_wanted() {
+    let lenient = || Migration { on_error: MigrationOnError::GuestError, ..Config::default().migration };
+    for on_error in [MigrationOnError::Abort, MigrationOnError::GuestError] {
+        let guest = Guest::new(Config::default());
+        guest.init();
+        std::fs::write(guest.dir.path().join("other"), vec![7; 2 * RANGE as usize]).unwrap();
+        let [node, other] = [&b"file\0"[..], b"other\0"].map(|name| guest.lookup(name).nodeid);
+        guest.map(node, RANGE, 0, RANGE, SETUPMAPPING_WRITE).unwrap();
+        guest.map(other, RANGE, RANGE, RANGE, 0).unwrap();
+        let config = Config { migration: Migration { on_error, ..lenient() }, ..Default::default() };
+        let gone = |guest: &Guest| std::fs::remove_file(guest.dir.path().join("file")).unwrap();
+        let moved = guest.moved("second", config, gone);
+        let Some(guest) = moved else {
+            assert_eq!(on_error, MigrationOnError::Abort);
+            continue;
+        };
+        assert_eq!(on_error, MigrationOnError::GuestError);
+        assert_eq!(guest.mapped(), [(0, 1, false), (1, 1, true)]);
+        let zeros = &guest.region.mapped()[&0];
+        let mut bytes = [1; 8];
+        std::fs::File::from(zeros.file.try_clone().unwrap()).read_exact_at(&mut bytes, zeros.from).unwrap();
+        assert_eq!((bytes, zeros.writable), ([0; 8], true));
+        // The guest gets no other part of it.
+        assert_eq!(guest.map(node, 2 * RANGE, 4 * RANGE, RANGE, 0), Err(libc::EIO));
+        guest.unmap(&[(0, SIZE)]).unwrap();
+        assert_eq!((guest.region.mapped().len(), guest.window.live()), (0, 0));
+    }
+}
+
+/// The guest believes in the old size, and may touch what the file no longer has.
+#[test]
+fn a_file_that_is_shorter_at_the_target_is_mapped_by_a_copy() {
+    let guest = Guest::new(Config::default());
+    guest.init();
+    let node = guest.lookup(b"file\0").nodeid;
+    guest.map(node, 0, 0, RANGE, 0).unwrap();
+    guest.map(node, 5 * RANGE, RANGE, RANGE, 0).unwrap();
+    let shorter = |guest: &Guest| {
+        let file = std::fs::File::options().write(true).open(guest.dir.path().join("file")).unwrap();
+        file.set_len(6 * RANGE).unwrap();
+    };
+    let guest = guest.moved("second", Config::default(), shorter).unwrap();
+    assert_eq!(guest.mapped(), [(0, 0, true), (1, 5, true)]);
+    let cut = |guest: &Guest| {
+        let file = std::fs::File::options().write(true).open(guest.dir.path().join("file")).unwrap();
+        file.set_len(6 * RANGE - 1).unwrap();
+    };
+    let guest = guest.moved("third", Config::default(), cut).unwrap();
+    assert_eq!(guest.mapped(), [(0, 0, true), (1, 5, false)]);
+    guest.map(node, 8 * RANGE, 2 * RANGE, RANGE, 0).unwrap();
+    assert_eq!(guest.mapped()[2], (2, 8, false));
 }

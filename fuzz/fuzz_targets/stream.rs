@@ -23,5 +23,8 @@ fuzz_target!(|bytes: &[u8]| {
         assert!(inode.verify.iter().all(|raw| raw.data.len() <= 128));
     }
     assert!(state.mounts.iter().all(|mount| mount.path.is_empty() || is_safe(&mount.path)));
+    if let Some(window) = &state.window {
+        assert!(window.ranges.len() <= 448 && window.table.iter().all(|table| table.entries.len() < 4096));
+    }
     assert_eq!(State::decode(&state.encode().unwrap()), Ok(state));
 });

@@ -73,6 +73,11 @@ impl DaxBudget {
         fits
     }
 
+    /// Whether the guest was told to map this node's file.
+    pub fn has(&self, node: u64) -> bool {
+        self.held.lock().nodes.get(&node).is_some_and(|grant| !grant.withdrawn)
+    }
+
     /// The guest has forgotten the node.
     pub fn end(&self, node: u64) {
         let held = &mut *self.held.lock();

@@ -200,7 +200,7 @@ impl PassthroughFs {
     /// The first of syncfs(2).
     pub fn sync_all(&self) -> Result<()> {
         if let Some(window) = &self.window {
-            window.sync_all();
+            let _ = window.sync_all();
         }
         let mut done = BTreeSet::new();
         let mut result = Ok(());

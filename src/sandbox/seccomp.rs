@@ -65,8 +65,9 @@ const ALLOWED: &[&[c_long]] = &[
     // The frontend's socket, and events.
     &[SYS_accept4, SYS_recvmsg, SYS_recvfrom, SYS_sendmsg, SYS_getsockopt, SYS_shutdown, SYS_eventfd2],
     &[SYS_epoll_create1, SYS_epoll_ctl, SYS_epoll_pwait, SYS_ppoll],
-    // Memory of the guest and of the daemon (mmap and mprotect: see `CONDITIONAL`).
-    &[SYS_munmap, SYS_mremap, SYS_madvise, SYS_brk],
+    // Memory of the guest and of the daemon (mmap and mprotect: see `CONDITIONAL`); zeros in place of a file that is
+    // gone, and that a guest from another daemon has mapped.
+    &[SYS_munmap, SYS_mremap, SYS_madvise, SYS_brk, SYS_memfd_create],
     // Threads and their signals (clone: see `CONDITIONAL`).
     &[SYS_set_robust_list, SYS_rseq, SYS_futex, SYS_sched_getaffinity, SYS_sched_yield, SYS_membarrier, SYS_exit],
     &[SYS_exit_group, SYS_gettid, SYS_getpid, SYS_sigaltstack, SYS_rt_sigprocmask, SYS_rt_sigaction],

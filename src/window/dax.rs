@@ -10,10 +10,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::io::Errno;
 
 use super::frontend::{CachedFile, Closing, Mapping, ProxyFiles, Shared, Source};
-use super::jobs::{DaxJob, DaxMapping, Jobs, NodeJob};
+use super::jobs::{DaxJob, DaxMapping, Jobs, NodeJob, ResumedRange};
 use super::layout::{DAX, RANGE};
 use super::proxy::{Kind, errno};
 use super::reservation::{Reservations, Stores, has_hole};
@@ -238,8 +239,8 @@ impl Dax {
 
     pub fn mappings(&self) -> Vec<DaxMapping> {
         let mapping = |(range, live): (usize, &Option<Live>)| {
-            let Chunk { node, from, kind, writable, .. } = live.as_ref()?.chunk;
-            Some(DaxMapping { at: range as u64 * RANGE, node, from, writable, through: kind == Kind::Through })
+            let Chunk { node, from, kind, writable, stored } = live.as_ref()?.chunk;
+            Some(DaxMapping { at: range as u64 * RANGE, node, from, writable, stored, through: kind == Kind::Through })
         };
         self.ranges.iter().enumerate().filter_map(mapping).collect()
     }
@@ -483,6 +484,10 @@ impl Turn<'_, Dax> {
                 self.close();
                 answer(Ok(()));
             }
+            DaxJob::Resume { ranges, strict, answer } => {
+                let resumed = self.resume(ranges, strict);
+                self.unlocked(|_| answer(resumed));
+            }
             DaxJob::Vacate { node, from, len, all, answer } => {
                 let vacated = self.vacate(node, from, len, all);
                 answer(vacated);
@@ -549,6 +554,39 @@ impl Turn<'_, Dax> {
             new.into_iter().for_each(|range| self.unmap(range));
         }
         self.let_go(node);
+        done
+    }
+
+    /// Maps what the guest of another daemon believes to be mapped.
+    ///
+    /// # Errors
+    /// Why a range cannot be mapped; if not `strict`, why not even zeros can be.
+    fn resume(&mut self, ranges: Vec<ResumedRange>, strict: bool) -> Result<()> {
+        for ResumedRange { range, node, from, stored, source } in ranges {
+            if let Err(errno) = self.map(range..range + 1, from, stored, node, source.clone()) {
+                tracing::warn!(node, from, "a part of a file cannot be mapped for a guest that has moved: {errno}");
+                if strict {
+                    return Err(errno);
+                }
+                self.map_zeros(range, Chunk { node, from, kind: Kind::Cached, writable: true, stored }, source)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Maps zeros for a file that is gone.
+    fn map_zeros(&mut self, range: usize, chunk: Chunk, source: Arc<dyn Source>) -> Result<()> {
+        let zeros = memfd_create("thruway-zeros", MemfdFlags::CLOEXEC)?;
+        ftruncate(&zeros, chunk.from.saturating_add(RANGE))?;
+        let (fd, id) = (Arc::new(zeros), self.shared.next_id());
+        let (real, stores) = (fd.clone(), Stores::Elsewhere);
+        // Counts as a mapping until there is one.
+        self.known.entry(chunk.node).or_insert_with(|| File::new(source)).live += 1;
+        self.shared.nodes.insert(chunk.node);
+        let (writable, guarded, left) = (true, false, false);
+        let zeros = ProxyFile { id, kind: Kind::Cached, fd, real, stores, writable, guarded, left };
+        let done = self.put(range, chunk, &zeros, Cell::default());
+        self.let_go(chunk.node);
         done
     }
 
@@ -739,7 +777,7 @@ impl Turn<'_, Dax> {
 
     fn care(&mut self, node: u64) {
         if let Some(copy) = self.known.get(&node).and_then(File::copy) {
-            self.unlocked(move |wait| copy.write_back(wait));
+            let _ = self.unlocked(move |wait| copy.write_back(wait));
         }
         if self.revoked.get(&node).is_some_and(|revoked| !revoked.leaving) {
             // What cannot be brought back now is tried again.
@@ -784,7 +822,7 @@ impl Turn<'_, Dax> {
         let file = self.file(node)?;
         let (source, copy) = (file.source.clone(), file.copy());
         let size = self.wait(move |wait| {
-            copy.into_iter().for_each(|copy| copy.write_back(wait));
+            let _ = copy.map(|copy| copy.write_back(wait));
             Ok(source.get(wait).facts()?.size)
         })?;
         let (whole, cut): (Vec<_>, Vec<_>) = mapped.into_iter().partition(|(_, m)| m.from + RANGE <= size);

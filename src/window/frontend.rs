@@ -148,6 +148,8 @@ pub struct Shared {
     pub announced: AtomicBool,
     /// What another process has left is to be put in order once there is a frontend.
     pub left: AtomicBool,
+    /// A session is loaded: the frontend maps although the device does not run yet.
+    pub loading: AtomicBool,
     pub commits: Commits,
     /// Live mappings, by region.
     pub live: [AtomicUsize; 3],
@@ -175,10 +177,12 @@ pub struct CachedFile {
 impl CachedFile {
     /// Writes what the guest stored to the real file. The kernel reports a failure once, so it is passed on to all
     /// opens of the file.
-    pub fn write_back(&self, wait: &MayWait) {
-        if let Err(e) = sys::write_back(self.fd.as_fd()) {
-            self.source.get(wait).failed(errno(e));
-        }
+    ///
+    /// # Errors
+    /// That failure.
+    pub fn write_back(&self, wait: &MayWait) -> Result<()> {
+        let done = sys::write_back(self.fd.as_fd()).map_err(errno);
+        done.inspect_err(|errno| self.source.get(wait).failed(*errno))
     }
 }
 
@@ -206,7 +210,7 @@ impl Closing {
         drop(self.files);
         for (node, copy) in self.copies {
             // A close would not report the error.
-            copy.write_back(wait);
+            let _ = copy.write_back(wait);
             cached.remove_if(&node, |_, now| now.id == copy.id);
         }
     }
@@ -244,7 +248,7 @@ impl Shared {
     fn frontend(&self) -> Result<Arc<dyn Frontend>> {
         loop {
             let frontend = self.frontend.lock().clone().ok_or(Errno::NODEV)?;
-            if frontend.is_running() {
+            if frontend.is_running() || self.loading.load(Ordering::Acquire) {
                 return Ok(frontend);
             }
             thread::sleep(STOPPED);
@@ -264,7 +268,8 @@ impl Shared {
             })
             .map_err(errno)?;
         self.live(mapping.region).fetch_add(1, Ordering::Relaxed);
-        Ok(self.commits.wait(|| frontend.mapped(mapping) > before))
+        // A device that does not run hears of all its memory when it is started.
+        Ok(!frontend.is_running() || self.commits.wait(|| frontend.mapped(mapping) > before))
     }
 
     /// Takes a mapping away, and waits until the guest no longer has it.
@@ -290,6 +295,9 @@ impl Shared {
             }
         };
         let unmapped: Vec<_> = mappings.iter().filter_map(unmap).collect();
+        if !frontend.is_running() {
+            return;
+        }
         self.commits.wait(|| unmapped.iter().all(|(mapping, before)| frontend.mapped(mapping) < *before));
     }
 }

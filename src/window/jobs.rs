@@ -44,8 +44,24 @@ pub struct DaxMapping {
     pub from: u64,
     /// The guest may store there.
     pub writable: bool,
+    /// It has asked to store there.
+    pub stored: bool,
     /// These are the file's own pages.
     pub through: bool,
+}
+
+/// A range of the DAX window that the guest of another daemon has mapped.
+pub struct ResumedRange {
+    /// Which of the window's ranges it is.
+    pub range: usize,
+    /// Its file's node.
+    pub node: u64,
+    /// Where it is in the file, in bytes.
+    pub from: u64,
+    /// The guest may store there.
+    pub stored: bool,
+    /// Its file.
+    pub source: Arc<dyn Source>,
 }
 
 /// A job for the DAX window.
@@ -60,6 +76,13 @@ pub enum DaxJob {
     },
     Unmap {
         ranges: Vec<usize>,
+        answer: Answer,
+    },
+    /// The session of another daemon goes on here.
+    Resume {
+        ranges: Vec<ResumedRange>,
+        /// Whether each of them must be mapped, or else gets zeros.
+        strict: bool,
         answer: Answer,
     },
     /// Blocks are about to be taken from these bytes of a node's file.
@@ -231,9 +254,9 @@ impl Job {
             Self::Slot(SlotJob::Open { index, .. } | SlotJob::Ask { index, .. } | SlotJob::Entry(_, index)) => {
                 By::Worker(Key::Entry(*index))
             }
-            Self::Dax(DaxJob::Unmap { .. }) | Self::Event(Event::Changed(_), _) | Self::Close(_) => {
-                By::Worker(Key::Any)
-            }
+            Self::Dax(DaxJob::Unmap { .. } | DaxJob::Resume { .. })
+            | Self::Event(Event::Changed(_), _)
+            | Self::Close(_) => By::Worker(Key::Any),
         }
     }
 
@@ -263,7 +286,12 @@ impl Job {
     /// Answers EAGAIN to a job of the guest's.
     fn refuse(self) {
         match self {
-            Self::Dax(DaxJob::Map { answer, .. } | DaxJob::Unmap { answer, .. } | DaxJob::Vacate { answer, .. })
+            Self::Dax(
+                DaxJob::Map { answer, .. }
+                | DaxJob::Unmap { answer, .. }
+                | DaxJob::Resume { answer, .. }
+                | DaxJob::Vacate { answer, .. },
+            )
             | Self::Slot(SlotJob::Start { answer, .. } | SlotJob::Ask { answer, .. }) => answer(Err(Errno::AGAIN)),
             // Its sender answers, or finds that nobody does.
             Self::Slot(

@@ -27,7 +27,7 @@ use std::io;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::param::page_size;
@@ -38,8 +38,8 @@ use dax::Dax;
 pub use dax::Left;
 use frontend::Shared;
 pub use frontend::{Facts, Frontend, Mapping, ProxyFiles, Source};
-pub use jobs::DaxMapping;
 use jobs::{DaxJob, Job, Jobs};
+pub use jobs::{DaxMapping, ResumedRange};
 use layout::{DAX, WHOLE_FILES};
 pub use layout::{RANGE, RANGE_SHIFT};
 use mapper::Mapper;
@@ -52,6 +52,9 @@ use turn::{MayWait, Slow};
 
 /// The largest pages that Linux has, on arm64 for example.
 const LARGEST_PAGE: usize = 64 << 10;
+
+/// How long a migration waits for the mapper, and so for the frontend. A full window takes a second or two.
+const MOVED_WITHIN: Duration = Duration::from_secs(30);
 
 /// The shared memory regions of one device.
 pub struct Window {
@@ -224,6 +227,52 @@ impl Window {
         self.passthrough.as_ref().map_or(Vec::new(), |passthrough| passthrough.known())
     }
 
+    /// What the DAX window has, by place. It waits for the mapper, which waits for the frontend.
+    ///
+    /// # Errors
+    /// ETIMEDOUT if the mapper cannot say.
+    pub fn mapped(&self) -> Result<Vec<DaxMapping>> {
+        let until = Instant::now() + MOVED_WITHIN;
+        while Instant::now() < until {
+            let (send, shown) = mpsc::channel();
+            self.show(move |mappings| send.send(mappings).unwrap_or_default());
+            match shown.recv_timeout(MOVED_WITHIN) {
+                Ok(mappings) => return Ok(mappings),
+                // Somebody else had asked.
+                Err(mpsc::RecvTimeoutError::Disconnected) => thread::yield_now(),
+                Err(mpsc::RecvTimeoutError::Timeout) => break,
+            }
+        }
+        Err(Errno::TIMEDOUT)
+    }
+
+    /// Maps what the guest of another daemon believes to be mapped, before its device runs. The frontend must carry
+    /// out the requests although it waits for the session. `strict`: each range must be mapped, or else gets zeros.
+    ///
+    /// # Errors
+    /// EINVAL if a range comes twice, is not aligned or not in the window; why one cannot be mapped; ETIMEDOUT if the
+    /// frontend does not answer.
+    pub fn resume(&self, ranges: Vec<ResumedRange>, strict: bool) -> Result<()> {
+        let mut named = vec![false; (self.size / RANGE) as usize];
+        for ResumedRange { range, from, .. } in &ranges {
+            let fits = from % RANGE == 0 && from.checked_add(RANGE).is_some_and(|end| end <= i64::MAX as u64);
+            match named.get_mut(*range) {
+                Some(named) if fits && !*named => *named = true,
+                _ => return Err(Errno::INVAL),
+            }
+        }
+        if ranges.is_empty() {
+            return Ok(());
+        }
+        self.shared.loading.store(true, Ordering::Release);
+        let (send, resumed) = mpsc::channel();
+        let answer = Box::new(move |done| send.send(done).unwrap_or_default());
+        self.jobs.send(DaxJob::Resume { ranges, strict, answer });
+        let done = resumed.recv_timeout(MOVED_WITHIN).unwrap_or(Err(Errno::TIMEDOUT));
+        self.shared.loading.store(false, Ordering::Release);
+        done
+    }
+
     /// Maps a file's `len` bytes from `from` on at `at`, in place of what is mapped there. Another thread answers.
     /// Calls `answer` only if there is no error.
     ///
@@ -263,14 +312,25 @@ impl Window {
 
     /// Writes to the real file what the guest wrote to its Cached proxy file. Reports an error to [`Source::failed`].
     pub fn sync(&self, node: u64) {
-        let cached = self.shared.cached.get(&node).map(|file| file.clone());
-        cached.into_iter().for_each(|file| file.write_back(&MayWait::without_a_turn()));
+        let _ = self.try_sync(node);
     }
 
     /// [`sync`](Self::sync) of all files.
-    pub fn sync_all(&self) {
+    ///
+    /// # Errors
+    /// One failure, which each open of the file reports too.
+    pub fn sync_all(&self) -> Result<()> {
         let nodes: Vec<u64> = self.shared.cached.iter().map(|file| *file.key()).collect();
-        nodes.into_iter().for_each(|node| self.sync(node));
+        let mut done = Ok(());
+        for node in nodes {
+            done = self.try_sync(node).and(done);
+        }
+        done
+    }
+
+    fn try_sync(&self, node: u64) -> Result<()> {
+        let cached = self.shared.cached.get(&node).map(|file| file.clone());
+        cached.map_or(Ok(()), |file| file.write_back(&MayWait::without_a_turn()))
     }
 
     /// Runs `change`, which changes a file's contents by a message. The guest still sees one file: what it wrote in

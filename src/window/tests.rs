@@ -292,6 +292,42 @@ fn what_is_outside_or_askew_is_refused() {
 }
 
 #[test]
+fn what_the_guest_of_another_daemon_has_mapped_is_mapped_again() {
+    let resumed = |range, from, source| {
+        let (node, stored) = (range as u64, false);
+        ResumedRange { range, node, from, stored, source: Arc::new(source) }
+    };
+    let plain = |range, from| resumed(range, from, FakeSource::default());
+    let rig = rig(true);
+    assert_eq!(rig.window.resume(vec![plain(15, 0), plain(3, 4 * RANGE)], true), Ok(()));
+    assert_eq!(rig.mapped(), [(3, Kind::Through), (15, Kind::Through)]);
+    assert_eq!(rig.window.mapped().unwrap().iter().map(|m| m.from / RANGE).collect::<Vec<_>>(), [4, 0]);
+    // What is hostile changes nothing.
+    for damaged in [
+        vec![plain(0, 0), plain(0, RANGE)],
+        vec![plain(16, 0)],
+        vec![plain(usize::MAX, 0)],
+        vec![plain(0, 4096)],
+        vec![plain(0, u64::MAX - RANGE + 1)],
+        vec![plain(0, i64::MAX as u64 + 1 - RANGE)],
+    ] {
+        assert_eq!(rig.window.resume(damaged, false), Err(Errno::INVAL));
+    }
+    assert_eq!(rig.window.live(), 2);
+    // The guest stores to a file that this daemon may not write.
+    let readonly = || {
+        let source = FakeSource { readonly: true, ..Default::default() };
+        ResumedRange { stored: true, ..resumed(1, 1 << 40, source) }
+    };
+    assert_eq!(rig.window.resume(vec![readonly()], true), Err(Errno::ROFS));
+    assert_eq!(rig.window.live(), 2);
+    assert_eq!((rig.window.resume(vec![readonly()], false), rig.window.live()), (Ok(()), 3));
+    rig.unmap(&[(0, 16)]).unwrap();
+    assert_eq!((rig.window.live(), rig.taken.mapped.lock().len()), (0, 0));
+    wait_until(|| rig.open() == 0);
+}
+
+#[test]
 fn what_must_not_be_mapped_itself_goes_through_the_cache() {
     for (guarded, source) in [
         (true, FakeSource { readonly: true, ..Default::default() }),

@@ -119,6 +119,9 @@ case_migration_aborted() {
     grep -q 'cannot load the session' "$work"/daemons.logs/daemon-target.log || fail 'the target does not say why'
 }
 
+# More arguments of boot.
+window_guest_options=()
+
 # window_machine NAME ARGUMENT...: starts a daemon with a window, and a QEMU as a job that qmp() controls and whose guest runs a model of two
 # files. The pids are in $daemons and $machines.
 window_machine() {
@@ -129,7 +132,7 @@ window_machine() {
     mkfifo "$pipe.in" "$pipe.out"
     # 3 hours: each move takes seconds, but the machine may be busy.
     "$boot" --kind qemu --dax --timeout 10800 --preload "$work/qemu-migrates.so" --log-dir "$work/$name.logs" --ro-dir "$guest_dir" \
-        --fs "s=$work/sockets/s@$name" "${window_boot[@]}" \
+        --fs "s=$work/sockets/s@$name" "${window_guest_options[@]}" "${window_boot[@]}" \
         --qemu-args "-chardev pipe,id=control,path=$pipe -mon chardev=control,mode=control $*" \
         "$guest_dir/migration-window.py" /mnt/s >"$work/$name.out" 2>&1 &
     machines[$name]=$!
@@ -263,4 +266,10 @@ case_migration_passthrough_aborted() {
     passthrough
     window_options+=(--xattr --posix-acl)
     window_stays "${passthrough_options[@]}"
+}
+
+# The target maps all ranges again before the guest runs.
+case_migration_dax() {
+    window_guest_options=(--mount-opts dax=always)
+    window_moves "$(pick 6 50)"
 }

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use parking_lot::Mutex;
@@ -59,6 +60,8 @@ struct State {
     most: Mutex<usize>,
     /// Changes of the memory table that have yet to be sent.
     due: Mutex<Vec<(bool, Place, Mapped)>>,
+    /// The device does not run, so they are kept until it does.
+    stopped: AtomicBool,
     /// Is called at each point of each request.
     hook: Mutex<Option<Box<Hook>>>,
 }
@@ -91,6 +94,7 @@ impl Window {
             most: Mutex::default(),
             due: Mutex::default(),
             hook: Mutex::default(),
+            stopped: AtomicBool::new(false),
         });
         let mut requests = FrontendReqHandler::new(state.clone()).map_err(io::Error::other)?;
         requests.set_reply_ack_flag(true);
@@ -100,14 +104,21 @@ impl Window {
         let (kept, mut vhost, served) = (vhost.clone(), vhost.clone(), state.clone());
         thread::spawn(move || {
             while !matches!(requests.handle_request(), Err(vhost::vhost_user::Error::Disconnected)) {
-                for (add, at, mapped) in served.due.lock().drain(..) {
-                    served.at(Point::Replied);
-                    let _ = commit(&mut vhost, add, at, &mapped);
-                    served.at(Point::Committed);
-                }
+                served.commit(&mut vhost);
             }
         });
         Ok(Self { size: sizes.first().copied().unwrap_or(0), sizes, state, vhost: kept })
+    }
+
+    /// The device does not run: it hears of changes of the memory table when it is started.
+    pub fn stop(&self) {
+        self.state.stopped.store(true, Ordering::Release);
+    }
+
+    /// The device is about to run.
+    pub fn start(&self) {
+        self.state.stopped.store(false, Ordering::Release);
+        self.state.commit(&mut self.vhost.clone());
     }
 
     /// Live mappings of region 0, by offset.
@@ -150,6 +161,17 @@ fn commit(vhost: &mut Connection, add: bool, (id, at): Place, mapped: &Mapped) -
 impl State {
     fn at(&self, point: Point) {
         self.hook.lock().iter().for_each(|hook| hook(point));
+    }
+
+    fn commit(&self, vhost: &mut Connection) {
+        if self.stopped.load(Ordering::Acquire) {
+            return;
+        }
+        for (add, at, mapped) in self.due.lock().drain(..) {
+            self.at(Point::Replied);
+            let _ = commit(vhost, add, at, &mapped);
+            self.at(Point::Committed);
+        }
     }
 
     fn check(&self, request: &VhostUserMMap, fd: BorrowedFd) -> io::Result<()> {

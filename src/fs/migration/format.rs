@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::fs::path::{MAX_NAME, is_name, is_path};
 use crate::fs::sys::{MAX_HANDLE, RawHandle};
-use crate::limits::RESTORED_MOUNTS;
+use crate::limits::{RESTORED_MOUNTS, TABLE_ENTRIES, WINDOW_MAPPINGS};
 use crate::window::Moved;
 
 /// Why bytes cannot be decoded.
@@ -48,10 +48,41 @@ pub struct State {
 /// The windows, which the target must have too.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WindowState {
-    /// Bytes of the regions, by their number.
-    pub sizes: Vec<u64>,
+    /// Bytes of the regions, by their number. 0: there is none.
+    pub sizes: [u64; 3],
     /// The table of window passthrough.
     pub table: Option<Moved>,
+    /// What is mapped in the DAX window.
+    pub ranges: Vec<RangeState>,
+    /// What the guest was told of files that it may map there.
+    pub files: Vec<FileState>,
+}
+
+/// A range of the DAX window.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RangeState {
+    /// Which one it is.
+    #[serde(with = "fixint::le")]
+    pub range: u32,
+    #[serde(with = "fixint::le")]
+    pub node: u64,
+    /// Where it is in the file, in bytes.
+    #[serde(with = "fixint::le")]
+    pub from: u64,
+    /// The guest may store there.
+    pub stored: bool,
+}
+
+/// What the guest was told of a file.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileState {
+    #[serde(with = "fixint::le")]
+    pub node: u64,
+    /// Bytes of the file. The guest may touch as many.
+    #[serde(with = "fixint::le")]
+    pub size: u64,
+    /// The guest is to map it.
+    pub granted: bool,
 }
 
 /// A mount on which file handles are opened.
@@ -170,7 +201,16 @@ impl State {
             return Some("too many mounts");
         }
         let inodes = self.inodes.iter().find_map(InodeState::fault);
-        inodes.or_else(|| self.mounts.iter().find_map(MountState::fault))
+        let mounts = || self.mounts.iter().find_map(MountState::fault);
+        inodes.or_else(mounts).or_else(|| self.window.as_ref().and_then(WindowState::fault))
+    }
+}
+
+impl WindowState {
+    fn fault(&self) -> Option<&'static str> {
+        let entries = self.table.as_ref().map_or(0, |table| table.entries.len());
+        let fits = entries < TABLE_ENTRIES as usize && self.ranges.len() <= WINDOW_MAPPINGS;
+        (!fits).then_some("more mappings than any daemon makes")
     }
 }
 
@@ -216,7 +256,12 @@ mod tests {
 
     fn window() -> WindowState {
         let entry = MovedEntry { index: 1, node: 2, change: 3, generation: 4, lost: 5, seq: 6, ack: 4 };
-        WindowState { sizes: vec![0, 1 << 21, 1 << 21], table: Some(Moved { revocations: 7, entries: vec![entry] }) }
+        WindowState {
+            sizes: [1 << 21; 3],
+            table: Some(Moved { revocations: 7, entries: vec![entry] }),
+            ranges: vec![RangeState { range: 3, node: 2, from: 1 << 21, stored: true }],
+            files: vec![FileState { node: 2, size: 5, granted: true }],
+        }
     }
 
     fn state() -> State {
@@ -284,6 +329,22 @@ mod tests {
         }
         let name = [&[9, 0, 1][..], &[1; 20], &[1], &count].concat();
         assert_eq!(State::decode(&name), Err(Damaged::Encoding(postcard::Error::DeserializeUnexpectedEnd)));
+    }
+
+    #[test]
+    fn mappings_are_bounded() {
+        let decoded = |change: &dyn Fn(&mut WindowState)| {
+            let mut state = state();
+            state.window.iter_mut().for_each(change);
+            State::decode(&state.encode().unwrap()).is_ok()
+        };
+        let range = |_| RangeState { range: 0, node: 2, from: 0, stored: false };
+        let entry = |_| MovedEntry { index: 1, node: 2, change: 0, generation: 0, lost: 0, seq: 0, ack: 0 };
+        let table = |entries: u32| Moved { revocations: 0, entries: (0..entries).map(entry).collect() };
+        assert!(decoded(&|window| window.ranges = (0..WINDOW_MAPPINGS).map(range).collect()));
+        assert!(!decoded(&|window| window.ranges = (0..=WINDOW_MAPPINGS).map(range).collect()));
+        assert!(decoded(&|window| window.table = Some(table(TABLE_ENTRIES - 1))));
+        assert!(!decoded(&|window| window.table = Some(table(TABLE_ENTRIES))));
     }
 
     #[test]

@@ -5,6 +5,7 @@ use std::fs;
 use std::io::ErrorKind;
 use std::os::unix::fs::symlink;
 use std::path::PathBuf;
+use std::process::Command;
 use std::sync::Arc;
 
 use rustix::fs::{CWD, FileType, Mode, OFlags, mknodat};
@@ -369,12 +370,23 @@ fn the_agent_looks_at_everything_after_a_move() {
     target.load(flags, &source.save().unwrap()).unwrap();
     let target = Arc::new(target);
     let ears = Ears::of(&target);
+    // Until the agent has looked, the guest may know what is stale. It gets no lease, and nothing is watched.
+    let lease = Config::default().lease_timeout.as_secs();
+    let valid = || target.lookup(ROOT_ID, c"file").unwrap().entry_valid;
+    let marks = || target.watched().unwrap().marks;
+    assert!(valid() < lease && marks() == 0);
     ears.register(&target);
+    assert!(valid() == lease && marks() > 0);
     let told = ears.told.lock();
     assert!(told.iter().all(|change| change.ops == ops::REFRESH), "{told:?}");
     let mut looked: Vec<u64> = told.iter().map(|change| change.node).collect();
     looked.sort_unstable();
     assert_eq!(looked, nodes);
+    drop(told);
+    // From then on it hears of each change.
+    let file = share.path("file");
+    assert!(Command::new("sh").args(["-c", "echo x >>\"$0\""]).arg(file).status().unwrap().success());
+    ears.hears("a write", |change| change.has(ops::CONTENTS) && change.node == nodes[2]);
 }
 
 #[test]

@@ -2,15 +2,25 @@
 
 use std::collections::HashMap;
 use std::io;
+use std::sync::Arc;
 
-use super::format::WindowState;
+use rustix::io::Errno;
+
+use super::format::{FileState, RangeState, WindowState};
 use super::invalid;
-use crate::fs::PassthroughFs;
+use crate::fs::inode::Inode;
+use crate::fs::{MigrationOnError, PassthroughFs};
 use crate::fuse::abi::InitFlags;
-use crate::window::OpenFile;
+use crate::window::{DaxMapping, OpenFile, RANGE, ResumedRange, Window};
 
-/// What the guest of a session with a window was told at INIT.
-const WINDOWS: InitFlags = InitFlags::PASSTHROUGH_SHM.union(InitFlags::HAS_INODE_DAX);
+/// What the guest of a session with a window was told at INIT. With dax=always, it does not ask for HAS_INODE_DAX.
+const WINDOWS: InitFlags = InitFlags::PASSTHROUGH_SHM.union(InitFlags::HAS_INODE_DAX).union(InitFlags::MAP_ALIGNMENT);
+
+fn sizes(window: &Window) -> [u64; 3] {
+    let mut sizes = [0; 3];
+    sizes.iter_mut().zip(window.sizes()).for_each(|(size, is)| *size = is);
+    sizes
+}
 
 impl PassthroughFs {
     /// What another daemon must know of the windows, if the guest has one.
@@ -19,18 +29,36 @@ impl PassthroughFs {
     /// If the guest has files mapped that it cannot let go of any more.
     pub(super) fn save_window(&self) -> io::Result<Option<WindowState>> {
         let Some(window) = self.window.as_ref().filter(|_| self.has(WINDOWS)) else { return Ok(None) };
-        if window.live() > 0 {
-            return Err(io::Error::other(
-                "the guest has mapped files in its DAX window, and nobody can tell it to let go",
-            ));
-        }
         let table = self.passing().map(|pass| pass.moved()).transpose().map_err(|mapped| {
             io::Error::other(format!(
                 "the guest has not let go of {mapped} files of its passthrough window: it does so while it runs, once \
                  the frontend has the changes of its memory logged"
             ))
         })?;
-        Ok(Some(WindowState { sizes: window.sizes(), table }))
+        if window.dax_size() == 0 {
+            return Ok(Some(WindowState { sizes: sizes(window), table, ranges: Vec::new(), files: Vec::new() }));
+        }
+        // What the guest has stored in copies. The target knows the files themselves.
+        window.sync_all().map_err(|e| io::Error::other(format!("what the guest has stored cannot be written: {e}")))?;
+        let range = |mapping: DaxMapping| {
+            let DaxMapping { at, node, from, stored, .. } = mapping;
+            RangeState { range: (at / RANGE) as u32, node, from, stored }
+        };
+        let busy =
+            |_| io::Error::other("the frontend has not answered a request of the window since before it stopped");
+        // What is left of files that the guest has forgotten, nobody touches.
+        let is_known = |range: &RangeState| self.inodes.get(range.node).is_ok_and(|inode| inode.nlookup() > 0);
+        let ranges: Vec<_> = window.mapped().map_err(busy)?.into_iter().map(range).filter(is_known).collect();
+        Ok(Some(WindowState { sizes: sizes(window), table, ranges, files: self.told() }))
+    }
+
+    /// What the guest was told of the files that it knows.
+    fn told(&self) -> Vec<FileState> {
+        let told = |inode: Arc<Inode>| {
+            let (node, size, granted) = (inode.id, inode.told_size(), self.grants.has(inode.id));
+            (size > 0 && inode.format() == libc::S_IFREG).then_some(FileState { node, size, granted })
+        };
+        self.inodes.all().into_iter().filter_map(told).collect()
     }
 
     /// Goes on with the windows of another daemon, whose files this one has by now.
@@ -43,12 +71,12 @@ impl PassthroughFs {
         };
         let window = self.window.as_ref().filter(|_| flags.intersects(WINDOWS));
         let window = window.ok_or_else(|| invalid("the state is damaged: a window that the guest does not have"))?;
-        if state.sizes != window.sizes() {
+        if state.sizes != sizes(window) {
             return Err(invalid(format!(
                 "the guest's windows have {:?} bytes, and here {:?}: give this daemon the --dax-window and \
                  --passthrough-window of the source",
                 state.sizes,
-                window.sizes()
+                sizes(window)
             )));
         }
         let table = state.table.as_ref().filter(|_| flags.contains(InitFlags::PASSTHROUGH_SHM));
@@ -56,10 +84,37 @@ impl PassthroughFs {
             return Err(invalid("the state is damaged: there is no table in it"));
         }
         match (table, window.passthrough()) {
-            (Some(table), Some(pass)) => pass.resume(table, self.open_files()).map_err(invalid),
-            (Some(_), None) => Err(invalid("the frontend has no shared memory for the guest's window")),
-            (None, _) => Ok(()),
+            (Some(table), Some(pass)) => pass.resume(table, self.open_files()).map_err(invalid)?,
+            (Some(_), None) => return Err(invalid("the frontend has no shared memory for the guest's window")),
+            (None, _) => {}
         }
+        self.load_ranges(window, state)
+    }
+
+    /// Maps what the guest believes to be mapped in its DAX window.
+    fn load_ranges(&self, window: &Window, state: &WindowState) -> io::Result<()> {
+        for FileState { node, size, granted } in &state.files {
+            // It may be lost, or forgotten.
+            let Ok(inode) = self.inodes.get(*node) else { continue };
+            // Until the guest hears of another size, the end of the file may lie within a mapping.
+            inode.tell_size(*size, true);
+            if *granted {
+                self.grants.ask(*node, *size, false);
+            }
+        }
+        let range = |state: &RangeState| {
+            let RangeState { range, node, from, stored } = *state;
+            let inode = self.inodes.get(node).ok().filter(|inode| inode.format() == libc::S_IFREG)?;
+            Some(ResumedRange { range: range as usize, node, from, stored, source: self.opener(inode) })
+        };
+        let ranges: Option<Vec<_>> = state.ranges.iter().map(range).collect();
+        let ranges = ranges.ok_or_else(|| invalid("the state is damaged: a mapping of something else than a file"))?;
+        let strict = self.config.migration.on_error == MigrationOnError::Abort;
+        window.resume(ranges, strict).map_err(|errno| match errno {
+            Errno::INVAL => invalid("the state is damaged: an impossible mapping"),
+            Errno::TIMEDOUT => io::Error::other("the frontend maps nothing while it waits for the session"),
+            errno => io::Error::other(format!("what the guest has mapped cannot be mapped here: {errno}")),
+        })
     }
 
     /// The files that the guest has open, and how often.

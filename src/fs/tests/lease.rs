@@ -83,7 +83,7 @@ impl Ears {
     }
 
     /// Waits until the agent has heard of such a change.
-    fn hears(&self, what: &str, is: impl Fn(&Change) -> bool) {
+    pub fn hears(&self, what: &str, is: impl Fn(&Change) -> bool) {
         let mut told = self.told.lock();
         while !told.iter().any(&is) {
             assert!(!self.changed.wait_for(&mut told, LONG).timed_out(), "{what}: nobody says it, but {told:?}");
