@@ -87,11 +87,15 @@ impl Daemon {
         }
     }
 
-    /// The process that serves: the only child, or the daemon itself if it has no child.
+    /// The process that serves: the last child's last child, and so on.
     fn server(&self) -> u32 {
-        let id = self.child.id();
-        let children = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap();
-        children.trim().parse().unwrap_or(id)
+        let mut id = self.child.id();
+        loop {
+            let children = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap();
+            // The window process is the first child.
+            let Some(child) = children.split_whitespace().last() else { return id };
+            id = child.parse().unwrap();
+        }
     }
 
     fn proc(&self, file: &str) -> PathBuf {
@@ -226,11 +230,8 @@ fn every_thread_has_the_same_few_capabilities() {
     }
     for args in [&[][..], &["--dax-window", "64M", "--passthrough-window", "64M"]] {
         let daemon = Daemon::start(false, args);
-        // The window process is the other child.
-        let children = fs::read_to_string(format!("/proc/{0}/task/{0}/children", daemon.child.id())).unwrap();
-        let server = children.split_whitespace().last().unwrap();
         let mut threads = 0;
-        for thread in fs::read_dir(format!("/proc/{server}/task")).unwrap() {
+        for thread in fs::read_dir(daemon.proc("task")).unwrap() {
             let path = thread.unwrap().path();
             // A thread may end meanwhile.
             let Ok(status) = fs::read_to_string(path.join("status")) else { continue };

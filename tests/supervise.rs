@@ -335,6 +335,53 @@ fn an_ordinary_users_daemon_goes_on() {
     }
 }
 
+/// The daemon in a user namespace where a part of /proc is hidden, as in a container. `None` if this host has no such
+/// namespaces.
+fn contained(args: &[&str]) -> Option<Command> {
+    let mut program = Command::new("unshare");
+    let hide = "mount --bind /dev/null /proc/timer_list && exec unshare --user --map-root-user --mount \"$@\"";
+    program.args(["--user", "--map-root-user", "--mount", "sh", "-c", hide, "sh"]);
+    let possible = Command::new(program.get_program()).args(program.get_args()).arg("true").status();
+    if !possible.is_ok_and(|status| status.success()) {
+        eprintln!("skipped: needs user namespaces");
+        return None;
+    }
+    program.arg(env!("CARGO_BIN_EXE_thruwayd")).args(args);
+    Some(program)
+}
+
+#[test]
+fn where_the_host_gives_no_supervisor_the_daemon_serves_alone() {
+    let Some(program) = contained(&[]) else { return };
+    let daemon = Daemon::run(program, tempfile::tempdir().unwrap(), &["--supervise=auto"]);
+    assert!(daemon.log().contains("another process will not go on if this daemon is killed: cannot make a process"));
+    assert_eq!((daemon.family().len(), daemon.find_worker()), (2, None));
+    fs::write(daemon.share("file"), "contents").unwrap();
+    assert!(lookup(&daemon.connect(), ROOT_ID, b"file\0").is_ok());
+
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("socket");
+    let refused = contained(&["--supervise", "--shared-dir", "/", "--socket-path", socket.to_str().unwrap()]);
+    let refused = refused.unwrap().output().unwrap();
+    let said = String::from_utf8(refused.stderr).unwrap();
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(said.contains("thruwayd: cannot make a process file system for --supervise"), "{said}");
+}
+
+#[test]
+fn a_supervisor_is_there_by_default() {
+    let daemon = Daemon::start(&["--supervise=auto"]);
+    fs::write(daemon.share("file"), "contents").unwrap();
+    let guest = daemon.connect();
+    let node = lookup(&guest, ROOT_ID, b"file\0").unwrap().nodeid;
+    let fh = open(&guest, node, libc::O_RDONLY);
+    daemon.kill();
+    assert_eq!(read(&guest, node, fh).unwrap(), b"contents");
+    drop(guest);
+    let alone = Daemon::start(&["--supervise=never"]);
+    assert_eq!(alone.find_worker(), None);
+}
+
 #[test]
 fn locks_are_held_all_the_time() {
     let daemon = Daemon::replaceable(&["--flock", "--posix-lock"]);

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use thruway::cli::listen;
-use thruway::cli::{self, Options, Stop};
+use thruway::cli::{self, Options, Stop, Supervise};
 use thruway::control::{self, Facts, Sources};
 use thruway::device;
 use thruway::fs::{self, FileHandles, PassthroughFs};
@@ -158,11 +158,12 @@ fn begin(options: &Options) -> Result<Begun, Box<dyn Error>> {
     let (control, control_pid_file) = control.map(|bound| (bound.listener, bound.pid_file)).unzip();
     let locks: Vec<File> = pid_file.into_iter().chain(control_pid_file).collect();
     limits::set_nofile(options.rlimit_nofile)?;
-    limits::check_threads(options.least_threads())?;
+    let supervised = check_threads(options)?;
     let (proxy, no_window) = start_proxy(options)?;
     sandbox.helper = proxy.as_ref().map(Proxy::pid);
-    if options.supervise {
-        return match sandbox::enter_supervised(&sandbox, (listener, control, proxy))? {
+    let mut kept = (listener, control, proxy);
+    if supervised {
+        match sandbox::enter_supervised(&sandbox, kept)? {
             Side::Parent(first, channel) => {
                 let locks = locks.into_iter().map(OwnedFd::from).collect();
                 Parent::new(first, channel, locks, sandbox.helper).watch()
@@ -170,13 +171,31 @@ fn begin(options: &Options) -> Result<Begun, Box<dyn Error>> {
             Side::First(inside, namespaces, (listener, control, proxy)) => {
                 limit_capabilities(options)?;
                 let worker = supervise::start(inside, namespaces, listener, control, proxy, options.keep_alive)?;
-                Ok(Begun::worker(worker, no_window, locks))
+                return Ok(Begun::worker(worker, no_window, locks));
             }
-        };
+            Side::Unable(_, why) if options.supervise == Supervise::Always => return Err(why.into()),
+            Side::Unable(back, why) => {
+                tracing::info!("another process will not go on if this daemon is killed: {why}");
+                kept = back;
+            }
+        }
     }
-    let (entered, (listener, control, proxy)) = sandbox::enter(&sandbox, (listener, control, proxy))?;
+    let (entered, (listener, control, proxy)) = sandbox::enter(&sandbox, kept)?;
     limit_capabilities(options)?;
     Ok(Begun { listener, control, entered, proxy, no_window, _locks: locks })
+}
+
+/// Sees whether the daemon may have the processes and threads that it needs. Whether one of them is to be a supervisor.
+fn check_threads(options: &Options) -> Result<bool, sandbox::Error> {
+    let wanted = options.wants_supervisor();
+    match limits::check_threads(options.least_threads(wanted)) {
+        Err(why) if wanted && options.supervise == Supervise::Auto => {
+            limits::check_threads(options.least_threads(false))?;
+            tracing::info!("another process will not go on if this daemon is killed: {why}");
+            Ok(false)
+        }
+        done => done.map(|()| wanted),
+    }
 }
 
 /// Takes over from the supervisor of another program.

@@ -40,6 +40,17 @@ use crate::window::proxy::GuardMode;
 const FEATURES: [&str; 4] =
     ["migrate-precopy", "posix-acl-negotiation-mode", "security-label-negotiation-mode", "separate-options"];
 
+/// Whether another process goes on when the one that serves is killed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Supervise {
+    /// Where the host can.
+    Auto,
+    /// The daemon does not start without it.
+    Always,
+    /// No.
+    Never,
+}
+
 /// The command line of `thruwayd`.
 #[derive(Clone, Debug, Parser)]
 #[command(
@@ -97,10 +108,12 @@ pub struct Options {
 
     /// If the process that serves is killed, start another one, which goes on where it was: the guest sees a delay
     ///
-    /// It needs --sandbox namespace. Not together with --passthrough-window. thruway upgrade, or SIGUSR2, has such a
-    /// daemon without a window become the program that is installed now.
-    #[arg(help_heading = "Socket", long, conflicts_with = "passthrough_window")]
-    pub supervise: bool,
+    /// auto: where the host can, and there is no window. It needs --sandbox namespace. Not together with
+    /// --passthrough-window. thruway upgrade, or SIGUSR2, has such a daemon without a window become the program that is
+    /// installed now.
+    #[arg(help_heading = "Socket", long, value_name = "WHEN", default_value = "auto", num_args = 0..=1,
+          default_missing_value = "always", require_equals = true)]
+    pub supervise: Supervise,
 
     /// The number of request queues, for frontends that ask the daemon for it
     ///
@@ -348,6 +361,9 @@ impl Options {
             ));
         }
         self.check_windows()?;
+        if self.supervise == Supervise::Always && self.passthrough_window.size > 0 {
+            return Err("--supervise cannot be used with --passthrough-window yet: give --supervise=never".into());
+        }
         let opens_handles = |modcaps: &ModCaps| modcaps.adds(&Capability::CAP_DAC_READ_SEARCH);
         self.fs.resolve(self.modcaps.as_ref().is_some_and(opens_handles))
     }
@@ -449,14 +465,26 @@ impl Options {
             uid_map: self.uid_map.clone(),
             gid_map: self.gid_map.clone(),
             helper: None,
-            supervised: self.supervise,
+            supervised: self.supervise == Supervise::Always,
         }
     }
 
-    /// How many processes and threads the daemon cannot do without.
-    pub fn least_threads(&self) -> usize {
-        let window = self.dax_window.size > 0 || self.passthrough_window.size > 0;
-        let more = [(window, limits::WINDOW_THREADS), (self.control_path.is_some(), 1), (self.supervise, 1)];
+    /// Whether to have a supervisor, if the host can.
+    pub fn wants_supervisor(&self) -> bool {
+        match self.supervise {
+            Supervise::Auto => self.sandbox == Sandbox::Namespace && !self.has_window(),
+            when => when == Supervise::Always,
+        }
+    }
+
+    /// Whether a window was requested.
+    pub fn has_window(&self) -> bool {
+        self.dax_window.size > 0 || self.passthrough_window.size > 0
+    }
+
+    /// How many processes and threads the daemon cannot do without. `supervised`: with a supervisor.
+    pub fn least_threads(&self, supervised: bool) -> usize {
+        let more = [(self.has_window(), limits::WINDOW_THREADS), (self.control_path.is_some(), 1), (supervised, 1)];
         let more: usize = more.iter().filter(|(has, _)| *has).map(|(_, threads)| threads).sum();
         limits::LEAST_THREADS + more
     }
@@ -493,6 +521,19 @@ mod tests {
 
     fn config(line: &str) -> fs::Config {
         args(&format!("--shared-dir /s --socket-path /k {line}")).unwrap().fs
+    }
+
+    #[test]
+    fn a_supervisor_is_wanted_where_one_can_be() {
+        let wants = |line: &str| args(&format!("--shared-dir / --socket-path s {line}")).map(|o| o.wants_supervisor());
+        for line in ["", "--supervise=auto", "--supervise --sandbox none", "--supervise=always"] {
+            assert!(wants(line).unwrap(), "{line}");
+        }
+        for line in ["--supervise=never", "--sandbox none", "--sandbox chroot", "--dax-window 2M"] {
+            assert!(!wants(line).unwrap(), "{line}");
+        }
+        assert!(wants("--supervise --dax-window 2M").unwrap());
+        assert!(wants("--supervise --passthrough-window 2M").is_err());
     }
 
     #[test]

@@ -117,6 +117,9 @@ pub enum Side<T> {
     Parent(Pid, UnixStream),
     /// In the sandbox's first process. Its namespaces, for its parent, and what was kept.
     First(Inside, Vec<OwnedFd>, T),
+    /// In the calling one, where nothing has changed: this host gives no supervisor what it needs. What was kept, and
+    /// why.
+    Unable(T, Error),
 }
 
 /// Why the daemon cannot enter the sandbox or start the window process, in one line.
@@ -196,7 +199,7 @@ pub fn enter<T>(settings: &Settings, kept: T) -> Result<(Entered, T), Error> {
 }
 
 /// As [`enter`] with [`Sandbox::Namespace`], for a supervised daemon. The calling process returns too, and has not
-/// moved.
+/// moved. It returns alone if it is [`Side::Unable`].
 ///
 /// # Errors
 /// [`Error`]. The process may then be partly inside the sandbox, and must exit.

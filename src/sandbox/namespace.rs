@@ -74,13 +74,21 @@ pub fn enter<T>(settings: &Settings, kept: T) -> Result<(Entered, T), Error> {
 pub fn enter_supervised<T>(settings: &Settings, kept: T) -> Result<Side<T>, Error> {
     let (mut channel, child) = UnixStream::pair().step("create a socket pair")?;
     if let Forked::Parent(between) = fork().step("start the sandboxed process")? {
-        drop((kept, child));
+        drop(child);
         let first = told_pid(&mut channel);
-        let status = waitpid(Some(between), WaitOptions::empty()).step("wait for the sandboxed process")?;
-        return match (first, status.and_then(|(_, status)| status.exit_status())) {
-            (Some(first), Some(0)) => Ok(Side::Parent(first, channel)),
-            // It has said why.
-            (_, code) => exit(code.filter(|code| *code != 0).unwrap_or(1)),
+        let code = exit_status(between)?;
+        // Those that end have said why.
+        let Some(first) = first.filter(|_| code == Some(0)) else { exit_as(code) };
+        let mut ready = [0];
+        return match channel.read(&mut ready) {
+            Ok(1) if ready == [READY] => Ok(Side::Parent(first, channel)),
+            Ok(1) => {
+                let mut why = String::new();
+                channel.read_to_string(&mut why).step("hear from the sandboxed process")?;
+                exit_status(first)?;
+                Ok(Side::Unable(kept, Error::Other(why)))
+            }
+            _ => exit_as(exit_status(first)?),
         };
     }
     drop(channel);
@@ -89,9 +97,31 @@ pub fn enter_supervised<T>(settings: &Settings, kept: T) -> Result<Side<T>, Erro
     go_on_as_sibling(&child)?;
     let open = |(name, _): &(&str, _)| open_file(Path::new(&format!("/proc/self/ns/{name}")));
     let namespaces = joined.iter().map(open).collect::<Result<_, _>>()?;
-    let proc = own_processes()?;
+    let proc = match own_processes() {
+        Ok(proc) => proc,
+        Err(why) => {
+            let _ = (&child).write_all(format!("{UNABLE}{why}").as_bytes());
+            exit(0)
+        }
+    };
+    (&child).write_all(&[READY]).step("tell the parent process")?;
     let inside = Inside { root: enter_mounts(settings)?, proc, channel: child };
     Ok(Side::First(inside, namespaces, kept))
+}
+
+/// What the sandbox's first process tells its parent: it is a supervisor, or (and why) it cannot be one.
+const READY: u8 = b'+';
+const UNABLE: char = '-';
+
+/// Waits for a child's end.
+fn exit_status(child: Pid) -> Result<Option<i32>, Error> {
+    let ended = waitpid(Some(child), WaitOptions::empty()).step("wait for the sandboxed process")?;
+    Ok(ended.and_then(|(_, status)| status.exit_status()))
+}
+
+/// Ends as a child that could not go on.
+fn exit_as(code: Option<i32>) -> ! {
+    exit(code.filter(|code| *code != 0).unwrap_or(1))
 }
 
 /// Joins the namespaces of another program's daemon. Returns in a process in them, a child of this one's parent, which

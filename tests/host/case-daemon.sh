@@ -96,11 +96,12 @@ case_keep_alive() {
     wait_gone 60 "$daemon_pid" || fail 'the daemon does not end on SIGTERM'
 }
 
-# own_memory PID: prints the KiB of a process and its descendants, without the guest memory that they have mapped.
+# own_memory PID: prints the KiB of a process and its descendants, without the guest memory that they have mapped. What they share
+# counts once.
 own_memory() {
     local pid
     for pid in $(family "$1"); do
-        awk '/^Rss(Anon|File):/ { sum += $2 } END { print sum }' "/proc/$pid/status"
+        awk '/^Pss_(Anon|File):/ { sum += $2 } END { print sum }' "/proc/$pid/smaps_rollup"
     done | awk '{ sum += $1 } END { print sum }'
 }
 

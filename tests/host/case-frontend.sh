@@ -58,5 +58,5 @@ frontend() {
     logs_are_clean "$work/daemons.logs"
 }
 
-case_frontend() { frontend; }
+case_frontend() { frontend --supervise=never; }
 case_frontend_supervised() { frontend --supervise; }

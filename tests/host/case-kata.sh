@@ -164,7 +164,9 @@ kata_storage() {
                 { held ''; losetup -l; fail "the daemon holds $(used) descriptors after round $round, $before before"; }
             sleep 0.2
         done
-        [[ $(family "$daemon_pid" | xargs -I{} cat /proc/{}/mountinfo | grep -c '/c[0-9]') == 0 ]] || fail 'a mount stays with the daemon'
+        # The first process sees the host's mounts.
+        [[ $(family "$daemon_pid" | tail -n +2 | xargs -I{} cat /proc/{}/mountinfo | grep -c '/c[0-9]') == 0 ]] ||
+            fail 'a mount stays with the daemon'
     done
     note "$before descriptors before, $(used) after $rounds rounds of $containers containers"
     touch "$work/control/end"

@@ -39,10 +39,10 @@ pub fn run(options: &Options) -> Result {
     for pid in pids {
         match (upgrade(proc, pid), options.all) {
             (Ok(()), _) => println!("process {pid}: upgraded"),
-            (Err(NotDone::Unable), true) => println!("process {pid}: goes on as it is, without --supervise"),
+            (Err(NotDone::Unable), true) => println!("process {pid}: goes on as it is, without a supervisor"),
             (Err(NotDone::Unable), false) => {
                 return Err(format!(
-                    "process {pid} cannot upgrade: it was not started by this user, or not with --supervise"
+                    "process {pid} cannot upgrade: it was not started by this user, or has no supervisor"
                 ));
             }
             (Err(NotDone::Failed(why)), _) => {
