@@ -62,11 +62,13 @@ unmounted() {
     done
 }
 
-# held DIRECTORY: shows which descriptors of the daemon are there.
+# held DIRECTORY: shows which descriptors of the daemon are there, and their flags.
 held() {
-    local pid
+    local pid number name
     for pid in $(family "$daemon_pid"); do
-        find "/proc/$pid/fd" -printf '%f -> %l\n' | grep -F "${1#"$work/mounts"}" || true
+        while read -r number name; do
+            echo "$pid: $number -> $name, $(paste -sd' ' "/proc/$pid/fdinfo/$number")"
+        done < <(find "/proc/$pid/fd" -printf '%f %l\n' | grep -F "${1#"$work/mounts"}")
     done
 }
 
