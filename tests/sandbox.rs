@@ -568,7 +568,7 @@ fn when_one_process_ends_so_does_the_other() {
     daemon.child.kill().unwrap();
     daemon.wait_until("killed with its parent", |_| Daemon::is_gone(server));
 
-    let mut daemon = Daemon::start(false, &[]);
+    let mut daemon = Daemon::start(false, &["--supervise=never"]);
     let server = rustix::process::Pid::from_raw(daemon.server() as i32).unwrap();
     rustix::process::kill_process(server, rustix::process::Signal::KILL).unwrap();
     assert_eq!(daemon.child.wait().unwrap().code(), Some(128 + 9));
