@@ -115,9 +115,10 @@ idle_memory() {
     done | awk '{ sum += $1 } END { print sum }'
 }
 
+# descriptors PID: how many a process and its descendants have. A supervisor and its worker have one table of them.
 descriptors() {
     local pid
-    for pid in $(family "$1"); do ls "/proc/$pid/fd"; done | wc -l
+    for pid in $(family "$1"); do find "/proc/$pid/fd" -type l -printf '%f %l\n' || true; done 2>/dev/null | sort -u | wc -l
 }
 
 # known_inodes DAEMON-ARGUMENT...: a daemon with an idle guest takes 1.5 MiB at most. Then the guest learns 100,000 inodes by
