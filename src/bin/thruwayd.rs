@@ -175,7 +175,7 @@ fn begin(options: &Options) -> Result<Begun, Box<dyn Error>> {
             }
             Side::Unable(_, why) if options.supervise == Supervise::Always => return Err(why.into()),
             Side::Unable(back, why) => {
-                tracing::info!("another process will not go on if this daemon is killed: {why}");
+                say_alone(&why);
                 kept = back;
             }
         }
@@ -185,13 +185,17 @@ fn begin(options: &Options) -> Result<Begun, Box<dyn Error>> {
     Ok(Begun { listener, control, entered, proxy, no_window, _locks: locks })
 }
 
+fn say_alone(why: &sandbox::Error) {
+    tracing::info!("another process will not go on if this daemon is killed: {why}");
+}
+
 /// Sees whether the daemon may have the processes and threads that it needs. Whether one of them is to be a supervisor.
 fn check_threads(options: &Options) -> Result<bool, sandbox::Error> {
     let wanted = options.wants_supervisor();
     match limits::check_threads(options.least_threads(wanted)) {
         Err(why) if wanted && options.supervise == Supervise::Auto => {
             limits::check_threads(options.least_threads(false))?;
-            tracing::info!("another process will not go on if this daemon is killed: {why}");
+            say_alone(&why);
             Ok(false)
         }
         done => done.map(|()| wanted),

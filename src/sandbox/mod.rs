@@ -86,7 +86,7 @@ pub struct Settings {
     /// A child process for which processes of the host may wait. With [`Sandbox::Namespace`] the process that waits for
     /// the daemon reaps it, and kills it if a signal stops it.
     pub helper: Option<Pid>,
-    /// The process that serves is to have a supervisor. Only with [`Sandbox::Namespace`].
+    /// The process that serves must have a supervisor. Only with [`Sandbox::Namespace`].
     pub supervised: bool,
 }
 

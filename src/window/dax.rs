@@ -136,7 +136,8 @@ pub struct Dax {
     /// Counts resets.
     session: u64,
     closing: Closing,
-    /// What another process has left and [`resume`](Self::resume) has yet to put in order. `None`: nothing.
+    /// What another process has left and [`finish_takeover`](Self::finish_takeover) has yet to put in order. `None`:
+    /// nothing.
     unfinished: Option<Unfinished>,
 }
 
@@ -166,7 +167,7 @@ impl Dax {
     }
 
     /// Takes over what another process has left. What the frontend has for sure stays as it is: the guest uses it all
-    /// the time. The rest is for [`resume`](Self::resume).
+    /// the time. The rest is for [`finish_takeover`](Self::finish_takeover).
     pub fn take_over(&mut self, left: Vec<Left>) {
         let mut unfinished = Unfinished::default();
         let (mut found, wait) = (HashMap::new(), MayWait::without_a_turn());
@@ -226,7 +227,7 @@ impl Dax {
     }
 
     /// There is a frontend again. Puts in order what another process has left unfinished.
-    pub fn resume(&mut self, since: Instant) {
+    pub fn finish_takeover(&mut self, since: Instant) {
         let Some(Unfinished { loose, revoked, torn }) = self.unfinished.take() else { return };
         for (range, cell) in loose {
             if self.shared.clear(range).is_ok() {

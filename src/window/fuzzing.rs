@@ -38,7 +38,6 @@ impl Harness {
             shared,
             files,
             mapper: mapper.clone(),
-            host_page: page_size(),
         });
         Ok(Self { window, core, mapper })
     }

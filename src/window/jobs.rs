@@ -28,7 +28,7 @@ pub enum Job {
     /// The session is over.
     Reset,
     /// What another process has left can be put in order: there is a frontend.
-    Resume,
+    FinishTakeover,
     /// Somebody wants to see what is mapped.
     Show(Box<dyn FnOnce(Vec<DaxMapping>) + Send>),
 }
@@ -193,7 +193,7 @@ enum Own {
     Event(Event),
     Entry(EntryJob, u32),
     Node(NodeJob, u64),
-    Resume,
+    FinishTakeover,
     Leave,
     Table(u64),
     Show,
@@ -230,14 +230,14 @@ impl Job {
             Self::Event(event, _) => Origin::Daemon(Own::Event(*event)),
             Self::Close(_) => Origin::Close,
             Self::Reset => Origin::Reset,
-            Self::Resume => Origin::Daemon(Own::Resume),
+            Self::FinishTakeover => Origin::Daemon(Own::FinishTakeover),
             Self::Show(_) => Origin::Daemon(Own::Show),
         }
     }
 
     fn by(&self) -> By {
         match self {
-            Self::Event(Event::Revoke(_), _) | Self::Reset | Self::Resume | Self::Show(_) => By::Mapper,
+            Self::Event(Event::Revoke(_), _) | Self::Reset | Self::FinishTakeover | Self::Show(_) => By::Mapper,
             Self::Slot(
                 SlotJob::Start { .. }
                 | SlotJob::Resume(_)
@@ -279,7 +279,9 @@ impl Job {
     const fn is_fence(&self) -> bool {
         matches!(
             self,
-            Self::Reset | Self::Resume | Self::Slot(SlotJob::Start { .. } | SlotJob::Resume(_) | SlotJob::Table { .. })
+            Self::Reset
+                | Self::FinishTakeover
+                | Self::Slot(SlotJob::Start { .. } | SlotJob::Resume(_) | SlotJob::Table { .. })
         )
     }
 
@@ -301,7 +303,7 @@ impl Job {
             | Self::Event(..)
             | Self::Close(_)
             | Self::Reset
-            | Self::Resume
+            | Self::FinishTakeover
             | Self::Show(_) => {}
         }
     }

@@ -83,7 +83,7 @@ impl Mapper {
                 self.dax.lock().reset();
                 self.slots.iter().for_each(|slots| slots.lock().reset());
             }
-            Some(Job::Resume) => self.dax.lock().resume(now),
+            Some(Job::FinishTakeover) => self.dax.lock().finish_takeover(now),
             Some(Job::Show(to)) => {
                 let mappings = self.dax.lock().mappings();
                 to(mappings);

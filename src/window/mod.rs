@@ -30,7 +30,6 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
-use rustix::param::page_size;
 
 use crate::fuse::ops::{Answer, Result};
 use crate::record::FoundNumber;
@@ -64,8 +63,6 @@ pub struct Window {
     jobs: Arc<Jobs>,
     shared: Arc<Shared>,
     files: Arc<dyn ProxyFiles>,
-    /// In bytes. The filter of system calls allows no first look at it.
-    host_page: usize,
     mapper: Arc<Mapper>,
 }
 
@@ -89,7 +86,7 @@ impl Window {
             }
             tracing::error!("the window process ended: no file is mapped any more, restart the daemon");
         })?;
-        Ok(Arc::new(Self { size, passthrough, jobs, shared, files, mapper, host_page: page_size() }))
+        Ok(Arc::new(Self { size, passthrough, jobs, shared, files, mapper }))
     }
 
     /// Sizes of the regions in bytes, by id. The frontend that asks will map.
@@ -127,7 +124,7 @@ impl Window {
     pub fn connect(&self, frontend: Arc<dyn Frontend>) {
         *self.shared.frontend.lock() = Some(frontend);
         if self.shared.left.swap(false, Ordering::AcqRel) {
-            self.jobs.send(Job::Resume);
+            self.jobs.send(Job::FinishTakeover);
         }
     }
 
@@ -157,12 +154,12 @@ impl Window {
     /// Whether all of the guest's pages have 4 KiB. Otherwise the last one of a file may reach past the host's last
     /// one. The file's own pages end there, and the frontend would get SIGBUS.
     pub fn small_pages(&self, are: bool) {
-        let larger = !are && self.host_page < LARGEST_PAGE;
+        let host_page = sys::page_size();
+        let larger = !are && host_page < LARGEST_PAGE;
         if larger && !self.shared.larger_pages.swap(larger, Ordering::Relaxed) && self.size > 0 {
             tracing::info!(
-                "the guest's pages may be larger than the host's {} bytes: the DAX window has the end of each file by \
-                 a Cached proxy file",
-                self.host_page
+                "the guest's pages may be larger than the host's {host_page} bytes: the DAX window has the end of each \
+                 file by a Cached proxy file"
             );
         }
         self.shared.larger_pages.store(larger, Ordering::Relaxed);

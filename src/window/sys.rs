@@ -176,7 +176,7 @@ thread_local! {
 }
 
 /// The size of a page. Makes no system call, as it is asked where few are allowed.
-fn page_size() -> usize {
+pub fn page_size() -> usize {
     // SAFETY: it takes no pointer.
     unsafe { libc::sysconf(libc::_SC_PAGESIZE) as usize }
 }

@@ -356,7 +356,7 @@ fn where_a_file_ends_it_is_a_copy_if_the_guest_has_larger_pages() {
     use Kind::{Cached, Through};
     let file = tempfile::tempfile().unwrap();
     file.set_len(3 * RANGE + 5000).unwrap();
-    let copied = if page_size() < LARGEST_PAGE { Cached } else { Through };
+    let copied = if sys::page_size() < LARGEST_PAGE { Cached } else { Through };
     for (larger, last) in [(false, Through), (true, copied)] {
         let rig = rig(true);
         rig.window.small_pages(!larger);
